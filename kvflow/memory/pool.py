@@ -124,6 +124,7 @@ class PagedPool:
         page_size: SupportsIndex,
         *,
         per_page: Mapping[str, Array] | None = None,
+        window: SupportsIndex = 0,
         rows: Mapping[str, Array] | None = None,
         spaces: Mapping[str, SpaceStreams] | None = None,
         formats: Mapping[str, str] | None = None,
@@ -138,8 +139,9 @@ class PagedPool:
         Each array is [num_pages, page_size, *shape]: one contiguous array per stream (layer-first),
         or views into one page-first array. The pool keeps them alive.
 
-        `per_page`: arrays with one entry per page, [num_pages, *shape]. `rows`: arrays with one
-        entry per request, [num_rows, *shape]. `spaces`: the arrays of further spaces by name, which
+        `per_page`: arrays with one entry per page, [num_pages, *shape]. `window`: if it is not 0, a
+        room needs only the pages of its last `window` tokens. `rows`: arrays with one entry per
+        request, [num_rows, *shape]. `spaces`: the arrays of further spaces by name, which
         follow those of pages and rows, in the given order. `formats`: labels for streams whose
         bytes need more than a dtype to be understood; two peers must have equal labels.
         `num_pages`: required if `tensors` and `per_page` are empty, as in a pool of rows only,
@@ -156,7 +158,7 @@ class PagedPool:
         Raises: LayoutError if a page of a stream is not contiguous, shapes disagree, or an array is
         not in `segment`.
         """
-        given = spaces_given(SpaceStreams(tensors, page_size, per_page), rows, spaces)
+        given = spaces_given(SpaceStreams(tensors, page_size, per_page, window), rows, spaces)
         streams = streams_of(given)
         layout = describe(
             streams,

@@ -24,12 +24,119 @@ _COMMON: dict[str, Any] = {
 
 
 _GATED = {"intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
+_WINDOWS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+_HYBRID = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+_WINDOW = 100  # tokens, not a whole number of blocks
+_FEW_EXPERTS = {
+    "moe_intermediate_size": 64,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_expert_intermediate_size": 64,
+    "decoder_sparse_step": 100,
+}
 # The class of each family's configuration, and its fields.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_GATED, "initializer_range": 0.12}),
     "qwen3": ("Qwen3Config", {**_GATED, "initializer_range": 0.12}),
     "opt": ("OPTConfig", {"ffn_dim": 512, "word_embed_proj_dim": 256, "init_std": 0.12}),
     "gpt_neox": ("GPTNeoXConfig", {"intermediate_size": 512, "initializer_range": 0.12}),
+    # A sliding window in some layers, and full attention in the others.
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_GATED, "sliding_window": _WINDOW, "layer_types": _WINDOWS, "initializer_range": 0.12},
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        {**_GATED, "sliding_window": _WINDOW, "layer_types": _WINDOWS, "initializer_range": 0.12},
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            **_GATED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": _WINDOW,
+            "layer_types": _WINDOWS,
+            "initializer_range": 0.12,
+        },
+    ),
+    # A sliding window in every layer.
+    "mistral": ("MistralConfig", {**_GATED, "sliding_window": _WINDOW, "initializer_range": 0.12}),
+    # States in most layers, and full attention in one.
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {
+            **_GATED,
+            **_FEW_EXPERTS,
+            "layer_types": _HYBRID,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_conv_kernel_dim": 4,
+            "initializer_range": 0.12,
+        },
+    ),
+    "granite_hybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "intermediate_size": 512,
+            "shared_intermediate_size": 512,
+            "num_key_value_heads": 2,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "layer_types": ["mamba", "mamba", "attention", "mamba"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "initializer_range": 0.12,
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            **_GATED,
+            "mamba_d_ssm": 256,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 32,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 32,
+            "mamba_expand": 1,
+            "initializer_range": 0.12,
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "intermediate_size": 512,
+            "num_key_value_heads": 2,
+            "conv_L_cache": 3,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "initializer_range": 0.12,
+        },
+    ),
+    "jamba": (
+        "JambaConfig",
+        {
+            "intermediate_size": 512,
+            "num_key_value_heads": 2,
+            "num_experts": 1,
+            "num_experts_per_tok": 1,
+            "attn_layer_period": 4,
+            "attn_layer_offset": 2,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 16,
+            "use_mamba_kernels": False,
+            "initializer_range": 0.12,
+        },
+    ),
     # With MLA, in which vLLM does not go on from a cached beginning on a CPU.
     "deepseek_v2": (
         "DeepseekV2Config",

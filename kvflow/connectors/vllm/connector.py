@@ -24,10 +24,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
-from kvflow.connectors.vllm.memory import check_groups, shared_allocation
+from kvflow.connectors.vllm.memory import shared_allocation
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.params import FromPrefill, ToDecode, prefill_answer, read_params
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
+from kvflow.connectors.vllm.read_groups import read_groups
 from kvflow.connectors.vllm.settings import Settings, check_continues
 from kvflow.connectors.vllm.stats import KvflowPromMetrics, KvflowStats
 from kvflow.connectors.vllm.worker_sides import WorkerSides
@@ -58,7 +59,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
         check_continues(vllm_config)
-        self._block_size = check_groups(kv_cache_config)
+        self._groups = read_groups(kv_cache_config, vllm_config)
         self._num_blocks = kv_cache_config.num_blocks
         parallel = vllm_config.parallel_config
         self._ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
@@ -83,9 +84,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 workers=self._settings.decode_workers or self._ranks,
                 tensor_parallel=parallel.tensor_parallel_size,
             )
-            self._prefill = PrefillScheduler(self._block_size, answer)
+            self._prefill = PrefillScheduler(self._groups, answer)
         if self._kv_transfer_config.is_kv_consumer:
-            self._decode = DecodeScheduler(self._block_size, self._ranks)
+            self._decode = DecodeScheduler(self._groups, self._ranks)
 
     @property
     def _bootstrap_port(self) -> int:
@@ -97,6 +98,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._groups.null_block = kv_cache_manager.block_pool.null_block.block_id
         if self._prefill is not None:
             self._prefill.block_ids_of = kv_cache_manager.get_block_ids
             # vLLM keeps one block as a placeholder and never hands it out.
@@ -182,7 +184,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._vllm_config,
             self._settings,
             kv_caches,
-            block_size=self._block_size,
+            self._groups,
             num_blocks=self._num_blocks,
             bootstrap_port=self._bootstrap_port,
             segment=self._segments[0] if self._segments else None,

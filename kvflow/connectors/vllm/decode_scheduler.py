@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvflow.connectors.vllm.frontend import REASON, encode_reason
+from kvflow.connectors.vllm.groups import Blocks, Groups
 from kvflow.connectors.vllm.messages import Offer, OpenTarget, StepMeta, StepNews
 from kvflow.connectors.vllm.params import FromPrefill
 from kvflow.connectors.vllm.prompts import prompt_of
@@ -31,9 +32,11 @@ log = logging.getLogger("vllm.kvflow")
 class _Load:
     """The load of one request, from its arrival until the load ends."""
 
-    def __init__(self, request: Any, waits_for: set[int]) -> None:
-        """`waits_for` holds the numbers of the workers at which prefill has not begun."""
-        self.request, self.waits_for = request, waits_for
+    def __init__(self, request: Any, tokens: int, waits_for: set[int]) -> None:
+        """`tokens` of the prompt travel. `waits_for` holds the numbers of the workers at which
+        prefill has not begun.
+        """
+        self.request, self.tokens, self.waits_for = request, tokens, waits_for
         self.is_offered = False
         self.blocks: Sequence[int] = ()  # blocks that prefill may write
 
@@ -49,9 +52,9 @@ class _Quarantine:
 class DecodeScheduler:
     """Requests with `do_remote_prefill` whose load runs, and the blocks that wait for proof."""
 
-    def __init__(self, block_size: int, workers: int) -> None:
+    def __init__(self, groups: Groups, workers: int) -> None:
         """`workers` is the number of our workers. Worker n loads from prefill's worker n."""
-        self._block_size, self._workers = block_size, workers
+        self._groups, self._workers = groups, workers
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
         self._used: dict[int, None] = {}  # latest room numbers, oldest first
@@ -66,6 +69,10 @@ class DecodeScheduler:
         name = request.request_id
         if request.prompt_token_ids is None:
             log.warning("request %s has embeddings for a prompt: it is computed here", name)
+            return
+        tokens = self._groups.tokens_moved(request.num_prompt_tokens)
+        # Prefill counts in the same way, and opens no room either.
+        if not tokens:
             return
         # A room serves one prompt once. A second request names the room if n > 1, or if a client
         # repeats its request.
@@ -89,10 +96,10 @@ class DecodeScheduler:
                 Code.REFUSED, f"{text}, and this one has {self._workers}: see its decode_workers"
             )
         is_sure = params.is_computed or refusal is not None
-        self._loads[name] = _Load(request, set() if is_sure else set(range(self._workers)))
+        self._loads[name] = _Load(request, tokens, set() if is_sure else set(range(self._workers)))
         prefill = [params.registry(rank) for rank in range(self._workers)]
         self._next.targets.append(
-            OpenTarget(name, params.room, prefill, prompt_of(request), refusal)
+            OpenTarget(name, params.room, prefill, prompt_of(request)[:tokens], refusal)
         )
 
     def tokens_to_load(self, request: Any, num_computed_tokens: int) -> int | None:
@@ -105,12 +112,12 @@ class DecodeScheduler:
         load = self._loads.get(request.request_id)
         if load is None or load.is_offered:
             return 0
-        tokens, size = request.num_prompt_tokens, self._block_size
+        tokens, size = request.num_prompt_tokens, self._groups.page_size
         # vLLM always computes the last token here, and with it at most one block. If everything
         # before that block is in the cache, a transfer would bring only what is computed anyway.
         if num_computed_tokens and num_computed_tokens >= (tokens - 1) // size * size:
             return 0
-        return None if load.waits_for else int(tokens - num_computed_tokens)
+        return None if load.waits_for else load.tokens - num_computed_tokens
 
     def allocated(
         self, request: Any, block_ids: tuple[list[int], ...], num_external_tokens: int
@@ -120,15 +127,22 @@ class DecodeScheduler:
         if load is None or load.is_offered:
             return
         load.is_offered = True
-        tokens = request.num_prompt_tokens
         # An empty offer ends the room, so that prefill can forget the prompt.
         if not num_external_tokens:
-            self._next.offers[name] = Offer((), tokens)
+            self._next.offers[name] = Offer((), load.tokens)
             del self._loads[name]
             return
-        prefix = tokens - num_external_tokens
-        load.blocks = block_ids[0][prefix // self._block_size : -(-tokens // self._block_size)]
-        self._next.offers[name] = Offer(load.blocks, prefix)
+        prefix = load.tokens - num_external_tokens
+        self._next.offers[name] = self._offer(load, block_ids, prefix)
+
+    def _offer(self, load: _Load, block_ids: Blocks, prefix: int) -> Offer:
+        filled = self._groups.filled(block_ids, load.tokens, load.tokens)
+        blocks = self._groups.lent(block_ids, load.tokens, prefix)
+        load.blocks = [block for own in blocks for block in own if block != self._groups.null_block]
+        refusal = None
+        if space := self._groups.missing(filled, load.tokens, prefix):
+            refusal = Cause(Code.CAPACITY, f"vLLM lacks blocks of {space!r} for the prompt")
+        return Offer(blocks, prefix, refusal)
 
     def build_meta(self, meta: StepMeta) -> None:
         meta.targets = self._next.targets

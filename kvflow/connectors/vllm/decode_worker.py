@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from kvflow.connectors.vllm.groups import places_of
 from kvflow.connectors.vllm.messages import Offer, OpenTarget, StepMeta, StepNews
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.connectors.vllm.worker_side import WorkerSide
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.rooms import DecodeThreadRoom, RoomEvent
 from kvflow.protocols.errors import Cause, Code, KvflowError
+from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 
 log = logging.getLogger("vllm.kvflow")
 
@@ -24,6 +26,7 @@ class _Target:
         self.request, self.workers = what.request, len(what.prefill)
         self.room: DecodeThreadRoom | None = None
         self.offer: Offer | None = None
+        self.places: PageIndices = NO_PLACES  # those of the offer
         self.cause: Cause | None = None  # first cause of the load's failure
         self.is_told = False  # True once `_news` reports the failure to the scheduler side
         self.is_held = False  # True once that side keeps the blocks, and the failure may go to vLLM
@@ -111,11 +114,15 @@ class DecodeWorker(WorkerSide[DecodeThread]):
                     what.room, prefill=prefill, prompt=what.prompt, context=target
                 )
                 return
+            if (cause := self._unloaded(offer)) is not None:
+                self.thread.refuse(what.room, prefill=prefill, cause=cause)
+                self._never(target, cause)
+                return
             target.room = self.thread.open(
                 what.room,
                 prefill=prefill,
                 prompt=what.prompt,
-                pages=offer.blocks,
+                pages=target.places,
                 prefix_tokens=offer.prefix_tokens,
                 context=target,
             )
@@ -124,6 +131,8 @@ class DecodeWorker(WorkerSide[DecodeThread]):
 
     def _lend(self, target: _Target, offer: Offer) -> None:
         target.offer = offer
+        if any(offer.blocks):
+            target.places = places_of(self.thread.pool.layout, offer.blocks)
         if self._deadline_s is not None:
             self._due_s[target.request] = time.monotonic() + self._deadline_s
 
@@ -134,10 +143,20 @@ class DecodeWorker(WorkerSide[DecodeThread]):
             self._tell(target)
             return
         assert target.room is not None
+        if (cause := self._unloaded(offer)) is not None:
+            target.room.close(cause)
+            return
         try:
-            target.room.offer(offer.blocks, prefix_tokens=offer.prefix_tokens)
+            target.room.offer(target.places, prefix_tokens=offer.prefix_tokens)
         except KvflowError as error:
             target.room.close(error.cause())
+
+    def _unloaded(self, offer: Offer) -> Cause | None:
+        """Return why a room cannot take the offer; None if it can."""
+        # A room without pages ends at once, but a row travels in any case.
+        if not offer.blocks and self.thread.pool.layout.row_space is not None:
+            return Cause(Code.CLIENT_GONE, "decode computes the prompt itself")
+        return offer.refusal
 
     def _never(self, target: _Target, cause: Cause) -> None:
         """Record the failure of a load that never had a room. No write can reach its blocks."""
@@ -198,7 +217,9 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         elif event.kind == "landed":
             assert target.room is not None
             self._due_s.pop(target.request, None)
-            self.stats.received(len(target.room.pages), time.monotonic() - target.opened_at_s)
+            layout = self.thread.pool.layout
+            size_bytes = layout.room_bytes(layout.counted(target.room.pages))
+            self.stats.received(size_bytes, time.monotonic() - target.opened_at_s)
         elif event.kind == "failed":
             assert event.error is not None
             self._fail(target, event.error.cause())
@@ -231,7 +252,7 @@ class DecodeWorker(WorkerSide[DecodeThread]):
         is_held = (
             is_over and target.offer is not None and self._targets.get(target.request) is target
         )
-        found = len(target.offer.blocks) if is_held and target.offer is not None else 0
+        found = len(target.places) if is_held else 0
         self.quarantined_blocks += found - target.quarantined
         target.quarantined = found
 

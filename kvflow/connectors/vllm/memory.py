@@ -3,66 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    MLAAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
 
+from kvflow.connectors.vllm.groups import Groups
 from kvflow.connectors.vllm.version import SUPPORTED
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
+from kvflow.memory.streams import SpaceStreams
 from kvflow.model_files import config_digest, weights_digest
 from kvflow.protocols.errors import KvflowError, MisuseError
 
 log = logging.getLogger("vllm.kvflow")
-
-
-def check_groups(config: KVCacheConfig) -> int:
-    """Return the number of tokens in a block.
-
-    Raises: MisuseError unless the cache has one group of layers, with full causal attention and one
-    state per token.
-    """
-    groups = config.kv_cache_groups
-    if len(groups) != 1:
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
-        raise MisuseError(
-            f"the KV cache has {len(groups)} groups ({kinds}), and kvflow's connector moves one: "
-            "where they are layers with a sliding window beside others, "
-            "--disable-hybrid-kv-cache-manager makes them one"
-        )
-    spec = groups[0].kv_cache_spec
-    inner = (
-        list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
-    )
-    for each in inner:
-        # Subclasses do not qualify: they keep further data, or free blocks while decoding.
-        if type(each) not in (FullAttentionSpec, MLAAttentionSpec):
-            raise MisuseError(
-                "kvflow's connector moves the KV cache of full attention, and this model's is a "
-                f"{type(each).__name__}"
-            )
-        if each.non_causal:
-            raise MisuseError(
-                "kvflow's connector moves what causal attention keeps, and this model's is not "
-                "causal"
-            )
-        if isinstance(each, MLAAttentionSpec) and (
-            each.model_version is not None or each.tokens_per_state != 1
-        ):
-            raise MisuseError(
-                "kvflow's connector moves one state for each token, and this model's cache is of "
-                f"the version {each.model_version!r} with {each.tokens_per_state} tokens for each"
-            )
-    return int(spec.block_size)
 
 
 @contextmanager
@@ -126,44 +82,100 @@ class Heads(NamedTuple):
         }
 
 
+Caches = Mapping[str, torch.Tensor]
+"""The tensors of one group by name, each [blocks, *shape]."""
+
+
+def caches_of(
+    kv_caches: Mapping[str, Any], groups: Groups, num_blocks: int
+) -> list[dict[str, torch.Tensor]]:
+    """Return vLLM's tensors for each group, in the order of the spaces.
+
+    `kv_caches` has a tensor for each layer, or a list of tensors for a layer that keeps states. A
+    tensor may have several entries for a block of the group, one after the other; they become one.
+
+    Raises: MisuseError for a layer that vLLM has not named.
+    """
+    found: list[dict[str, torch.Tensor]] = []
+    for group in groups.groups:
+        tensors: dict[str, torch.Tensor] = {}
+        for layer in group.layers:
+            if layer not in kv_caches:
+                raise MisuseError(f"vLLM gives no KV cache for layer {layer}")
+            given = kv_caches[layer]
+            if isinstance(given, torch.Tensor):
+                tensors[layer] = _by_block(given, num_blocks)
+            else:
+                named = {
+                    f"{layer}.{n}": _by_block(each, num_blocks) for n, each in enumerate(given)
+                }
+                tensors |= named
+        found.append(tensors)
+    return found
+
+
+def _by_block(cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    entries, rest = divmod(cache.shape[0], num_blocks)
+    # The self-test names a cache that has no whole number of entries for a block.
+    return cache if entries < 2 or rest else cache.unflatten(0, (num_blocks, entries))
+
+
 def pool_over(
-    caches: Mapping[str, torch.Tensor],
-    block_size: int,
+    caches: Sequence[Caches],
+    groups: Groups,
     *,
     layout: str,
     fingerprint: str,
     segment: SharedSegment | None,
     heads: Heads | None = None,
 ) -> PagedPool:
-    """Return a pool over `caches`: vLLM's layers by name, each [blocks, heads, slots, width].
+    """Return a pool over `caches`, which has the tensors of each group (see `caches_of`). Those of
+    attention are [blocks, heads, slots, width].
 
-    The dimensions may be in any order in memory, but each block is contiguous. `layout` is a text
-    with all other properties that must be equal on both sides. `heads` is given if one decode
-    worker holds the parts of all of prefill's workers. Otherwise each worker has one counterpart.
+    The dimensions may be in any order in memory, but each block is contiguous. The spaces share
+    their memory: vLLM gives a block to one group at a time. `layout` is a text with all other
+    properties that must be equal on both sides. `heads` is given if one decode worker holds the
+    parts of all of prefill's workers. Otherwise each worker has one counterpart.
 
     Raises: LayoutError.
     """
-    # Layers that share a cache have the same bytes, which are moved once.
-    distinct: dict[int, str] = {}
-    for name, cache in caches.items():
-        distinct.setdefault(cache.data_ptr(), name)
-    streams, parts = {}, {}
-    for name in distinct.values():
-        cache = caches[name]
-        # Dimensions in their order in memory, outermost first.
-        order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
-        streams[name] = cache.permute(0, *order)
-        if heads is not None:
-            parts[name] = heads.part(cache.shape[1], order.index(1))
+    streams: list[dict[str, torch.Tensor]] = []
+    parts: dict[str, dict[str, int]] = {}
+    for group, tensors in zip(groups.groups, caches, strict=True):
+        streams.append({})
+        for name, cache in _distinct(tensors).items():
+            # Dimensions in their order in memory, outermost first.
+            order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
+            streams[-1][name] = cache.permute(0, *order)
+            if heads is not None and group.space.page_size:
+                parts[name] = heads.part(cache.shape[1], order.index(1))
+    first, *more = (
+        SpaceStreams({}, space.page_size, own, space.window)
+        if space.page_size
+        else SpaceStreams(own, 0)
+        for space, own in zip((group.space for group in groups.groups), streams, strict=True)
+    )
     return PagedPool.wrap(
         {},
-        block_size,
-        per_page=streams,
-        formats=dict.fromkeys(streams, f"vLLM {SUPPORTED} {layout}"),
+        first.page_size,
+        per_page=first.per_page,
+        window=first.window,
+        spaces=dict(zip((group.space.name for group in groups.groups[1:]), more, strict=True)),
+        formats={name: f"vLLM {SUPPORTED} {layout}" for own in streams for name in own},
         fingerprint=fingerprint,
         segment=segment,
         parts=parts,
     )
+
+
+def _distinct(tensors: Caches) -> dict[str, torch.Tensor]:
+    """Return one of the tensors at each address. Layers that share a cache have the same bytes,
+    which are moved once.
+    """
+    found: dict[int, str] = {}
+    for name, cache in tensors.items():
+        found.setdefault(cache.data_ptr(), name)
+    return {name: tensors[name] for name in found.values()}
 
 
 def model_fingerprint(model_config: Any, cache_dtype: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvflow.connectors.vllm.groups import Blocks
 from kvflow.protocols.errors import Cause
 
 Prompt = NDArray[np.uint32]
@@ -30,10 +31,11 @@ class OpenSource:
 class Computed:
     """The blocks that prefill has computed for a request when the step ends.
 
-    They start with the request's first block. Without `is_all`, the list has full blocks only.
+    In each space they start with the request's first block. Without `is_all`, the lists have full
+    blocks only.
     """
 
-    blocks: Sequence[int]
+    blocks: Blocks
     is_all: bool
 
 
@@ -58,16 +60,18 @@ class OpenTarget:
 class Offer:
     """Decode's blocks for the prompt after its first `prefix_tokens` tokens.
 
-    The list is empty if decode already has everything that it can use.
+    `blocks` is empty if decode already has everything that it can use. `refusal` is the reason if
+    vLLM lacks some of the blocks: the load then fails.
     """
 
-    blocks: Sequence[int]
+    blocks: Blocks
     prefix_tokens: int
+    refusal: Cause | None = None
 
     @property
     def is_waited_for(self) -> bool:
         """True while vLLM waits for these blocks."""
-        return bool(self.blocks)
+        return any(self.blocks)
 
 
 @dataclass

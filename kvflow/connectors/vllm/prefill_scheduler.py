@@ -11,8 +11,9 @@ blocks, whatever decode does, and decode takes blocks only for requests that hav
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
+from kvflow.connectors.vllm.groups import Groups
 from kvflow.connectors.vllm.messages import Computed, OpenSource, StepMeta
 from kvflow.connectors.vllm.params import ROOM, ToDecode, draw_room
 from kvflow.connectors.vllm.prompts import prompt_of
@@ -22,15 +23,22 @@ log = logging.getLogger("vllm.kvflow")
 _COMPUTED = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 
 
+class _Room(NamedTuple):
+    """The room of a request, and how many tokens of its prompt the room moves."""
+
+    number: int
+    tokens: int
+
+
 class PrefillScheduler:
     """Requests with `do_remote_decode`, from their arrival until vLLM ends them."""
 
-    def __init__(self, block_size: int, answer: dict[str, Any]) -> None:
+    def __init__(self, groups: Groups, answer: dict[str, Any]) -> None:
         """`answer` is what all of prefill's answers share (see `params.prefill_answer`)."""
-        self._block_size, self._answer = block_size, answer
+        self._groups, self._answer = groups, answer
         # Requests whose room the proxy chose. Their blocks are sent while the prompt is computed.
         self._streaming: dict[str, Any] = {}
-        self._rooms: dict[str, int] = {}
+        self._rooms: dict[str, _Room] = {}
         self._places: dict[str, int] = {}  # blocks reserved for each request that began
         self._taken = 0  # sum of the values of `_places`
         # True after a request could not begin in the step that vLLM is planning. Later requests
@@ -47,17 +55,25 @@ class PrefillScheduler:
                 "request %s has embeddings for a prompt: kvflow cannot hand it to a decode", name
             )
             return
-        self._rooms[name] = params.room or draw_room()
+        tokens = self._groups.tokens_moved(request.num_prompt_tokens)
+        # Decode counts in the same way, and opens no room either.
+        if not tokens:
+            return
+        if not self._groups.moves_last_token:
+            _end_with_its_prompt(request)
+        if self._groups.has_states:
+            _leave_out_last_token(request)
+        room = self._rooms[name] = _Room(params.room or draw_room(), tokens)
         if params.room is not None:
             self._streaming[name] = request
-            self._open(request, params.room)
+            self._open(request, room)
 
     def may_begin(self, request: Any) -> bool:
         """Return True and reserve space if the prompt fits. vLLM asks in the order of its queue."""
         name = request.request_id
         if name not in self._rooms or name in self._places:
             return True
-        wanted = self._blocks_of(request)
+        wanted = self._groups.most_blocks(request.num_prompt_tokens)
         # A request that would be alone begins, because its prompt may be as large as the cache.
         if self._is_held_up or (self._places and self._taken + wanted > self.num_blocks):
             self._is_held_up = True
@@ -74,7 +90,7 @@ class PrefillScheduler:
         name = request.request_id
         if name not in self._places:
             if name in self._rooms:
-                self._take_place(name, self._blocks_of(request))
+                self._take_place(name, self._groups.most_blocks(request.num_prompt_tokens))
         elif name in self._streaming:
             self._next.begun.append(name)
 
@@ -98,9 +114,20 @@ class PrefillScheduler:
             if request is None:
                 continue
             computed = request.num_computed_tokens + count  # at the end of this step
-            is_all = computed >= request.num_prompt_tokens
-            full = self._blocks_of(request) if is_all else computed // self._block_size
-            meta.computed[name] = Computed(self.block_ids_of(name)[0][:full], is_all)
+            meta.computed[name] = self._computed(name, computed)
+
+    def _computed(self, name: str, computed: int) -> Computed:
+        """Return what is final of a request once `computed` tokens are."""
+        tokens = self._rooms[name].tokens
+        blocks, is_all = (
+            self._groups.filled(self.block_ids_of(name), tokens, computed),
+            computed >= tokens,
+        )
+        if is_all and (space := self._groups.missing(blocks, tokens)):
+            log.warning("request %s: vLLM has not kept the blocks of %r", name, space)
+            # The room refuses a last chunk without blocks, and fails.
+            blocks = [[] for _ in blocks]
+        return Computed(blocks, is_all)
 
     def finished(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -114,13 +141,28 @@ class PrefillScheduler:
             return False, None
         if streams:
             self._next.begun.append(name)
-        else:
-            self._open(request, room)
-            self._next.computed[name] = Computed(
-                block_ids[0][: self._blocks_of(request)], is_all=True
-            )
+        elif not self._hand_over(request, room, block_ids):
+            self._leave_place(name)
+            return False, None
         self._next.finished[name] = not was_computed
-        return True, self._answer | {ROOM: room} if was_computed else None
+        return True, self._answer | {ROOM: room.number} if was_computed else None
+
+    def _hand_over(self, request: Any, room: _Room, block_ids: tuple[list[int], ...]) -> bool:
+        """Open the room of a request that has ended. Return False if vLLM has not kept all blocks
+        that travel; decode then computes the prompt.
+        """
+        name = request.request_id
+        blocks = self._groups.filled(block_ids, room.tokens, room.tokens)
+        if space := self._groups.missing(blocks, room.tokens):
+            log.warning(
+                "request %s: vLLM has not kept the blocks of %r: decode computes its prompt",
+                name,
+                space,
+            )
+            return False
+        self._open(request, room)
+        self._next.computed[name] = Computed(blocks, is_all=True)
+        return True
 
     def _take_place(self, name: str, blocks: int) -> None:
         self._places[name] = blocks
@@ -129,8 +171,24 @@ class PrefillScheduler:
     def _leave_place(self, name: str) -> None:
         self._taken -= self._places.pop(name, 0)
 
-    def _open(self, request: Any, room: int) -> None:
-        self._next.sources.append(OpenSource(request.request_id, room, prompt_of(request)))
+    def _open(self, request: Any, room: _Room) -> None:
+        prompt = prompt_of(request)[: room.tokens]
+        self._next.sources.append(OpenSource(request.request_id, room.number, prompt))
 
-    def _blocks_of(self, request: Any) -> int:
-        return int(-(-request.num_prompt_tokens // self._block_size))
+
+def _end_with_its_prompt(request: Any) -> None:
+    """Let vLLM end the request with its first token. Further tokens would change a state, and move
+    a window over blocks that a write still reads.
+    """
+    request.max_tokens = 1
+    if request.sampling_params is not None:
+        request.sampling_params.min_tokens = 0
+
+
+def _leave_out_last_token(request: Any) -> None:
+    """Take the last token from the prompt. Decode computes it, and therefore needs the state before
+    it.
+    """
+    request.prompt_token_ids = request.prompt_token_ids[:-1]
+    request._all_token_ids.pop()
+    request.num_prompt_tokens -= 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from kvflow.connectors.vllm.groups import Blocks, first_place, places_of
 from kvflow.connectors.vllm.messages import OpenSource, StepMeta
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.connectors.vllm.worker_side import WorkerSide
@@ -22,12 +23,13 @@ _PREEMPTION_S = 0.2
 class _Source:
     """One request's blocks, from the opening of its room until no write reads them."""
 
-    def __init__(self, request: str) -> None:
-        self.request = request
+    def __init__(self, what: OpenSource, spaces: int) -> None:
+        self.request, self.tokens = what.request, len(what.prompt)
         self.room: PrefillThreadRoom | None = None
-        self.blocks: Sequence[int] = ()
+        self.blocks: Blocks = [()] * spaces
         self.is_all = False
-        self.sent = 0  # number of blocks that decode already had or that were sent
+        # Number of blocks of each space that decode already had or that were sent.
+        self.sent = [0] * spaces
         self.is_over = False  # True once the request ends and vLLM waits for its blocks
         self.opened_at_s = time.monotonic()
 
@@ -44,7 +46,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         source_deadline_s: float,
     ) -> None:
         super().__init__(thread, stats, wake)
-        self._deadline_s, self._block_size = source_deadline_s, thread.pool.layout.page_size
+        self._deadline_s, self._layout = source_deadline_s, thread.pool.layout
         self._sources: dict[str, _Source] = {}
         self._done: set[str] = set()  # ended requests whose blocks vLLM may use again
 
@@ -76,8 +78,9 @@ class PrefillWorker(WorkerSide[PrefillThread]):
                     continue
                 # Drop the blocks first, so that they are not sent if decode's half arrives during
                 # the wait.
-                blocks, source.blocks, source.is_all = source.blocks[: source.sent], (), False
-            if not self.thread.wait_released(blocks, _PREEMPTION_S):
+                blocks = [own[:end] for own, end in zip(source.blocks, source.sent, strict=True)]
+                source.blocks, source.is_all = [()] * len(blocks), False
+            if not self.thread.wait_released(places_of(self._layout, blocks), _PREEMPTION_S):
                 source.room.close(
                     Cause(Code.CAPACITY, "prefill preempted the request while its blocks were sent")
                 )
@@ -108,7 +111,7 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         return done
 
     def _open(self, what: OpenSource) -> None:
-        source = self._sources[what.request] = _Source(what.request)
+        source = self._sources[what.request] = _Source(what, len(self._layout.spaces))
         try:
             source.room = self.thread.open(
                 what.room, prompt=what.prompt, rendezvous_s=self._deadline_s, context=source
@@ -121,28 +124,35 @@ class PrefillWorker(WorkerSide[PrefillThread]):
         room = source.room
         if room is None or not room.matched or room.last_sent or room.error is not None:
             return
-        assert room.prefix_tokens is not None
-        # Round up: a prefix ends inside a block only if it is the whole prompt, and then decode has
-        # that block.
-        first = max(source.sent, -(-room.prefix_tokens // self._block_size))
-        chunk = source.blocks[first:]
-        if not chunk and not source.is_all:
+        first = self._first(source, room)
+        chunk = [own[begin:] for own, begin in zip(source.blocks, first, strict=True)]
+        if not any(chunk) and not source.is_all:
             return
         try:
-            room.send(chunk, last=source.is_all)
+            room.send(places_of(self._layout, chunk), last=source.is_all)
         except KvflowError as error:
             log.warning("request %s: %s", source.request, error)
             room.close(error.cause())
             return
-        source.sent = max(first, len(source.blocks))
+        source.sent = [
+            max(begin, len(own)) for own, begin in zip(source.blocks, first, strict=True)
+        ]
+
+    def _first(self, source: _Source, room: PrefillThreadRoom) -> list[int]:
+        """Return the number of the next block to send, for each space."""
+        assert room.prefix_tokens is not None
+        return [
+            max(done, first_place(space, source.tokens, room.prefix_tokens))
+            for done, space in zip(source.sent, self._layout.spaces, strict=True)
+        ]
 
     def _handle(self, event: RoomEvent[Any]) -> None:
         source: _Source = event.room.context
         if event.kind == "matched":
             self._send(source)
         elif event.kind == "done":
-            blocks = source.sent - -(-(event.room.prefix_tokens or 0) // self._block_size)
-            self.stats.sent(blocks, time.monotonic() - source.opened_at_s)
+            wanted = self._layout.wanted(source.tokens, event.room.prefix_tokens or 0)
+            self.stats.sent(self._layout.room_bytes(wanted), time.monotonic() - source.opened_at_s)
         elif event.kind == "failed":
             assert event.error is not None
             # A request that ended here or at decode is not a failed transfer.

@@ -10,6 +10,7 @@ import numpy as np
 from kvflow.memory.copies import copier_for, copy_slices
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.layout import NO_PLACES
 from kvflow.protocols.pages.plan import Pairing
 
 if TYPE_CHECKING:
@@ -19,13 +20,15 @@ _SLICE_BYTES = 1 << 30
 _SHOWN = 3  # layers that an error names
 
 
-def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks: int) -> None:
-    """Move one block and check that vLLM's layers read it back unchanged.
+def check_moves(
+    caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks: int, space: int = 0
+) -> None:
+    """Move one block of a space and check that vLLM's layers read it back unchanged.
 
-    The test writes a block through `caches`, vLLM's layers, and moves it by the layout in `pool`,
-    which data planes use to compute addresses. The target block must then equal the source, and the
-    blocks around both must be unchanged. No block is in use yet. If the layout passes, the test
-    restores every byte that it changed.
+    The test writes a block through `caches`, vLLM's layers in the space, and moves it by the layout
+    in `pool`, which data planes use to compute addresses. The target block must then equal the
+    source, and the blocks around both must be unchanged. No block is in use yet. If the layout
+    passes, the test restores every byte that it changed.
 
     Raises: LayoutError naming the layers that do not pass.
     """
@@ -52,7 +55,7 @@ def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks:
         wanted = {name: _read(cache, near) for name, cache in caches.items()}
         for blocks in wanted.values():
             blocks[target] = blocks[source]
-        _move(pool, source, target)
+        _move(pool, space, source, target)
         wrong = [
             name
             for name, cache in caches.items()
@@ -73,13 +76,19 @@ def check_moves(caches: Mapping[str, torch.Tensor], pool: PagedPool, num_blocks:
         )
 
 
-def _move(pool: PagedPool, source: int, target: int) -> None:
-    here, there = ((np.array([block], np.int32),) for block in (source, target))
+def _move(pool: PagedPool, space: int, source: int, target: int) -> None:
+    here, there = [NO_PLACES] * len(pool.layout.spaces), [NO_PLACES] * len(pool.layout.spaces)
+    here[space], there[space] = (np.array([block], np.int32) for block in (source, target))
     copier = copier_for(pool)
     _settle(pool)
     try:
         copy_slices(
-            Pairing(pool.layout, pool.layout), here, there, _SLICE_BYTES, copier, lambda: False
+            Pairing(pool.layout, pool.layout),
+            tuple(here),
+            tuple(there),
+            _SLICE_BYTES,
+            copier,
+            lambda: False,
         )
     finally:
         copier.close()

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from http import HTTPStatus
 
+import numpy as np
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from kvflow.http.families import FamiliesOf
@@ -134,13 +135,18 @@ def _scraped(thread: Thread) -> Answer:
 def _state(thread: Thread) -> tuple[str, NodeReport]:
     """Return the reason why the worker cannot serve (empty if it can), and its report.
 
-    Pages count as free if no transfer uses them. Only vLLM knows which of these hold its own data.
+    Pages of the first space count as free if no transfer uses them. Only vLLM knows which of them
+    hold its own data.
     """
-    busy, total = thread.pages.busy_pages, thread.pages.num_pages
+    total = thread.pool.layout.num_pages
+    busy = thread.pages.busy(np.arange(total)).size
 
     def of(node: PrefillNode | DecodeNode) -> tuple[str, NodeReport]:
         report = node_report(
-            node, pages_free=total - busy, pages_by_kind={"transfer": busy}, at_rest=not busy
+            node,
+            pages_free=total - busy,
+            pages_by_kind={"transfer": busy},
+            at_rest=thread.pages.at_rest(),
         )
         return node.unavailable_reason, report
 

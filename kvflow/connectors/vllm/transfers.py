@@ -21,17 +21,17 @@ def no_transfers() -> dict[str, Any]:
 class Transfers:
     """The counters of one worker. Any thread may update them."""
 
-    def __init__(self, block_bytes: int, worker: str) -> None:
-        self._block_bytes, self._worker = block_bytes, worker
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
         self._lock = threading.Lock()
         self._data = no_transfers()
         self._quarantine: int | None = None  # the last reported value
 
-    def sent(self, blocks: int, seconds: float) -> None:
-        self._moved("sent", blocks, seconds)
+    def sent(self, size_bytes: int, seconds: float) -> None:
+        self._moved("sent", size_bytes, seconds)
 
-    def received(self, blocks: int, seconds: float) -> None:
-        self._moved("received", blocks, seconds)
+    def received(self, size_bytes: int, seconds: float) -> None:
+        self._moved("received", size_bytes, seconds)
 
     def failed(self, code: str) -> None:
         with self._lock:
@@ -51,7 +51,7 @@ class Transfers:
             found, self._data = self._data, no_transfers()
         return found
 
-    def _moved(self, way: str, blocks: int, seconds: float) -> None:
+    def _moved(self, way: str, size_bytes: int, seconds: float) -> None:
         with self._lock:
             self._data[f"{way}_seconds"].append(seconds)
-            self._data[f"{way}_bytes"].append(blocks * self._block_bytes)
+            self._data[f"{way}_bytes"].append(size_bytes)

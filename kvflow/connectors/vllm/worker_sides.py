@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -12,7 +12,14 @@ import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
 from kvflow.connectors.vllm.decode_worker import DecodeWorker
-from kvflow.connectors.vllm.memory import Heads, model_fingerprint, pool_over
+from kvflow.connectors.vllm.groups import Groups
+from kvflow.connectors.vllm.memory import (
+    Caches,
+    Heads,
+    caches_of,
+    model_fingerprint,
+    pool_over,
+)
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.connectors.vllm.self_test import check_moves
@@ -52,9 +59,9 @@ class WorkerSides:
         cls,
         vllm_config: Any,
         settings: Settings,
-        caches: Mapping[str, torch.Tensor],
+        kv_caches: Mapping[str, Any],
+        groups: Groups,
         *,
-        block_size: int,
         num_blocks: int,
         bootstrap_port: int,
         segment: SharedSegment | None,
@@ -64,11 +71,13 @@ class WorkerSides:
         `bootstrap_port` is the registry port of this engine's rank 0. Raises: KvflowError.
         """
         config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
-        pool = _pool(vllm_config, settings, place, caches, block_size, segment)
-        check_moves(caches, pool, num_blocks)
+        caches = caches_of(kv_caches, groups, num_blocks)
+        pool = _pool(vllm_config, settings, place, caches, groups, segment)
+        for space, tensors in enumerate(caches):
+            check_moves(tensors, pool, num_blocks, space)
         wake = threading.Event()
         engine = vllm_config.parallel_config.data_parallel_index
-        transfers = Transfers(pool.layout.page_bytes, f"{engine}.{place.rank}")
+        transfers = Transfers(f"{engine}.{place.rank}")
         options = _options(settings, ExternalPages(pool.layout.num_places))
         prefill = decode = None
         if config.is_kv_producer:
@@ -192,20 +201,20 @@ def _pool(
     vllm_config: Any,
     settings: Settings,
     place: _Place,
-    caches: Mapping[str, torch.Tensor],
-    block_size: int,
+    caches: Sequence[Caches],
+    groups: Groups,
     segment: SharedSegment | None,
 ) -> PagedPool:
     cache = vllm_config.cache_config
     layout = (
-        f"{next(iter(caches.values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
+        f"{next(iter(caches[0].values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
     )
     # Only the worker with the same number on the other side has the same part.
     if place.ranks > 1 and not place.is_joined:
         layout += f", worker {place.rank} of {place.ranks}"
     return pool_over(
         caches,
-        block_size,
+        groups,
         layout=layout,
         heads=_heads(vllm_config.model_config) if place.is_joined else None,
         fingerprint=settings.fingerprint

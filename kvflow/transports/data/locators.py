@@ -29,11 +29,22 @@ def _prefix(process: ProcessIdentity) -> str:
 
 
 def regions_of(layout: PoolLayout) -> list[tuple[int, int]]:
-    """Return (address, size) of each memory region. Adjacent buffers form one region."""
+    """Return (address, size) of each memory region. Buffers that touch form one region."""
+    return _joined(layout, adjacent=True)
+
+
+def regions_apart(layout: PoolLayout) -> list[tuple[int, int]]:
+    """Return (address, size) of each memory region. Only buffers that overlap form one region."""
+    return _joined(layout, adjacent=False)
+
+
+def _joined(layout: PoolLayout, *, adjacent: bool) -> list[tuple[int, int]]:
     joined: list[tuple[int, int]] = []
     for address, size in sorted((b.address, b.size_bytes) for b in layout.buffers):
-        if joined and sum(joined[-1]) == address:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        # The spaces of one pool may share their memory.
+        if joined and address < sum(joined[-1]) + adjacent:
+            start, before = joined[-1]
+            joined[-1] = (start, max(before, address + size - start))
         else:
             joined.append((address, size))
     return joined

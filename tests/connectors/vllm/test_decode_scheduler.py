@@ -13,6 +13,7 @@ from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.params import FromPrefill
 from kvflow.protocols.errors import Cause, Code
+from tests.connectors.vllm.worker_pair import one_group
 
 SIZE = 16  # tokens in a block
 PREFILL = FromPrefill(7, "127.0.0.1", 8998, is_computed=True)
@@ -43,7 +44,7 @@ class Blocks:
 
 
 def scheduler(workers: int = 1) -> DecodeScheduler:
-    made = DecodeScheduler(SIZE, workers)
+    made = DecodeScheduler(one_group(SIZE), workers)
     made.block_pool = Blocks()
     return made
 
@@ -86,8 +87,8 @@ def test_blocks_are_offered_once() -> None:
     for blocks in ([5, 6, 7], [8]):
         made.allocated(asked, (blocks,), 40)
         made.build_meta(meta := StepMeta())
-        offers.append({name: list(offer.blocks) for name, offer in meta.offers.items()})
-    assert offers == [{"a": [5, 6, 7]}, {}]
+        offers.append({name: offer.blocks for name, offer in meta.offers.items()})
+    assert offers == [{"a": [[5, 6, 7]]}, {}]
     assert made.tokens_to_load(asked, 0) == 0
 
 

@@ -40,8 +40,8 @@ def test_an_announced_load_is_ready_when_its_prefill_has_begun() -> None:
         each.until(lambda: each.ready)
         assert each.ready == {NAME: {0}} and not each.failures
         assert not each.decode._due_s, "no deadline before anything is lent"
-        each.step_prefill(computed={NAME: Computed([3, 1, 2], True)}, finished={NAME: False})
-        each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
+        each.step_prefill(computed={NAME: Computed([[3, 1, 2]], True)}, finished={NAME: False})
+        each.step_decode(offers={NAME: Offer([[9, 4, 7]], 0)})
         each.ends("sent received")
         each.assert_loaded()
 
@@ -60,14 +60,14 @@ def test_a_deadline_is_that_of_blocks_that_are_lent() -> None:
         each.step_prefill(sources=[each.source()])
         each.step_decode(targets=[each.target()])
         other = each.target(room=8, name="other")
-        each.step_decode(targets=[other], offers={"other": Offer([1, 2, 3], 0)})
+        each.step_decode(targets=[other], offers={"other": Offer([[1, 2, 3]], 0)})
         each.until(lambda: each.failures["other"])
         assert (
             each.causes["other"].code == Code.DEADLINE
             and "load_deadline_s" in each.causes["other"].text
         )
         assert not each.failures[NAME] and not each.ready
-        each.step_decode(held={"other": {0}}, offers={NAME: Offer([9, 4, 7], 0)})
+        each.step_decode(held={"other": {0}}, offers={NAME: Offer([[9, 4, 7]], 0)})
         each.hold()
         each.step_prefill(finished={NAME: True})
 
@@ -78,7 +78,7 @@ def test_what_decode_has_does_not_travel(
     prefix_tokens: int, blocks: list[int], is_announced: bool
 ) -> None:
     with pair() as each:
-        each.offer(Offer(blocks, prefix_tokens), is_announced=is_announced)
+        each.offer(Offer([blocks] if blocks else (), prefix_tokens), is_announced=is_announced)
         each.send_all(3, 1, 2)
         each.ends("sent received" if blocks else "sent")
         assert list(each.target_pages[blocks]) == [2, 3][2 - len(blocks) :]
@@ -102,7 +102,7 @@ def test_it_is_over_while_only_announced(is_sent: bool) -> None:
 
 def test_it_is_over_at_once() -> None:
     with pair() as each:
-        offers = {NAME: Offer([9, 4, 7], 0)}
+        offers = {NAME: Offer([[9, 4, 7]], 0)}
         each.step_decode(targets=[each.target()], offers=offers, abandoned=[NAME])
         each.ends("received")
 
@@ -133,7 +133,7 @@ def test_it_fails_while_only_announced() -> None:
         each.step_decode(targets=[each.target()])
         each.until(lambda: each.decode._targets[NAME].cause is not None)
         assert not each.failures, "nobody waits for it yet"
-        each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
+        each.step_decode(offers={NAME: Offer([[9, 4, 7]], 0)})
         each.hold()
         each.ends("sent received failed")
         assert each.causes[NAME].code == Code.CLIENT_GONE
@@ -204,7 +204,7 @@ def test_what_is_refused_is_told_to_both_sides(is_announced: bool) -> None:
     refusal = Cause(Code.REFUSED, "prefill is for decodes of 2 workers")
     with pair() as each:
         each.send_all(3, 1, 2)
-        each.offer(Offer([9, 4, 7], 0), is_announced=is_announced, refusal=refusal)
+        each.offer(Offer([[9, 4, 7]], 0), is_announced=is_announced, refusal=refusal)
         each.hold()
         each.ends("sent received failed")
         assert each.causes == {NAME: refusal} and not each.target_pages.any()
@@ -214,7 +214,7 @@ def test_what_is_refused_is_told_to_both_sides(is_announced: bool) -> None:
 def test_what_a_node_will_not_take_fails(refusal: Cause | None) -> None:
     """A misuse is raised at once: also then vLLM hears of it, which waits for the blocks."""
     with pair() as each:
-        each.offer(Offer([9, 4, 7], 0), is_announced=False, room=-1, refusal=refusal)
+        each.offer(Offer([[9, 4, 7]], 0), is_announced=False, room=-1, refusal=refusal)
         each.hold()
         assert each.causes[NAME].code == Code.BAD_REQUEST and "room id -1" in each.causes[NAME].text
         each.ends("received failed")
@@ -222,7 +222,7 @@ def test_what_a_node_will_not_take_fails(refusal: Cause | None) -> None:
 
 def test_an_offer_that_does_not_fit_fails() -> None:
     with pair() as each:
-        each.offer(Offer([9], 0), is_announced=True)
+        each.offer(Offer([[9]], 0), is_announced=True)
         each.hold()
         each.ends("received failed")
         assert "1 pages given, its prompt needs 3" in each.causes[NAME].text
@@ -231,7 +231,7 @@ def test_an_offer_that_does_not_fit_fails() -> None:
 def test_a_room_that_is_in_use_fails() -> None:
     with pair() as each:
         each.load(9, 4, 7)
-        offer = Offer([1, 2, 3], 0)
+        offer = Offer([[1, 2, 3]], 0)
         each.step_decode(targets=[each.target(name="again")], offers={"again": offer})
         each.until(lambda: each.failures["again"])
         assert each.causes["again"].code == Code.ROOM_IN_USE
@@ -269,7 +269,7 @@ def test_a_prefill_that_is_not_there() -> None:
     with pair() as each:
         target = each.target()
         target.prefill = ["127.0.0.1:1"]
-        each.step_decode(targets=[target], offers={NAME: Offer([9, 4, 7], 0)})
+        each.step_decode(targets=[target], offers={NAME: Offer([[9, 4, 7]], 0)})
         each.hold()
         each.ends("received failed")
         assert each.causes[NAME].code == Code.PEER_LOST

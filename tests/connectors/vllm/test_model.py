@@ -18,16 +18,28 @@ import pytest
 from kvflow.connectors.vllm import prefill_worker
 from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvflow.connectors.vllm.decode_worker import DecodeWorker
+from kvflow.connectors.vllm.groups import Groups
 from kvflow.connectors.vllm.params import ROOM, FromPrefill, ToDecode
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.node.threads.rooms import PrefillThreadRoom
 from kvflow.protocols.limits import Timing
 from tests.connectors.vllm.vllm_rules import DecodeEngine, Engine, PrefillEngine, Request
-from tests.connectors.vllm.worker_pair import PAGE_SIZE, PAGES, Gate, new_decode, new_prefill
+from tests.connectors.vllm.worker_pair import (
+    FULL,
+    MANY_GROUPS,
+    ONE_GROUP,
+    PAGE_SIZE,
+    PAGES,
+    WINDOW,
+    Gate,
+    new_decode,
+    new_prefill,
+    pool_of,
+)
 
 REQUESTS, PATIENCE_S = 25, 20.0
-TIGHT = 8  # blocks of a pool in which two prompts have a place, or one
+TIGHT = 9  # one is vLLM's null block; blocks of a pool in which two prompts have a place, or one
 NO_END = "no end within"
 
 
@@ -81,7 +93,8 @@ class Game:
     def _arrive(self, number: int) -> None:
         tokens, name = self.random.randint(1, 5 * PAGE_SIZE), f"request {number}"
         source, target = Request(name, tokens, number), Request(name, tokens, number)
-        target.hit = self.random.choice((0, 0, self.random.randint(0, (tokens - 1) // PAGE_SIZE)))
+        size = max(group.space.page_size for group in self.prefill.by_number)
+        target.hit = size * self.random.choice((0, 0, self.random.randint(0, (tokens - 1) // size)))
         target.steps_left = self.random.randint(1, 3)
         if self.random.random() < 0.5:
             self._coming.append((self.prefill, source, ToDecode(None)))
@@ -144,7 +157,11 @@ class Game:
     def _check_free(self) -> None:
         """I2, except that a preemption frees what may be read until its step runs."""
         for engine in (self.decode,) if self.preempts else (self.prefill, self.decode):
-            free = [block.block_id for block in engine.pool.free]
+            free = [
+                base + block.block_id
+                for block in engine.pool.free
+                for base in engine.workers[0].thread.pool.layout.bases
+            ]
             for worker in engine.workers:
                 busy = worker.thread.pages.busy(free)
                 assert not busy.size, (
@@ -165,7 +182,7 @@ class Game:
 
     def _check_rest(self) -> None:
         for engine in (self.prefill, self.decode):
-            assert len(engine.pool.free) == len(engine.pool.blocks)
+            assert len(engine.pool.free) == len(engine.pool.blocks) - 1
             assert not engine._remaining, "some workers told of what others did not"
             assert all(worker.thread.pages.at_rest() for worker in engine.workers)
         assert not (self.decode.scheduler._loads or self.decode.scheduler._quarantine)
@@ -182,6 +199,7 @@ def game(
     recomputes: bool = False,
     preempts: bool = False,
     pages: int = PAGES,
+    groups: Groups = ONE_GROUP,
     source_deadline_s: float = 0.1,
     load_deadline_s: float | None = 0.05,
 ) -> Iterator[Game]:
@@ -189,10 +207,13 @@ def game(
     wake, gates = threading.Event(), [Gate() for _ in range(workers)]
     with ExitStack() as stack:
         sources = [
-            new_prefill(rank, gate, wake, timing, source_deadline_s)
+            new_prefill(rank, gate, wake, timing, source_deadline_s, pool_of(groups))
             for rank, gate in enumerate(gates)
         ]
-        targets = [new_decode(rank, wake, timing, load_deadline_s) for rank in range(workers)]
+        targets = [
+            new_decode(rank, wake, timing, load_deadline_s, pool_of(groups))
+            for rank in range(workers)
+        ]
         sides: list[PrefillWorker | DecodeWorker] = [*sources, *targets]
         for side in sides:
             side.start()
@@ -201,9 +222,9 @@ def game(
             stack.callback(gate.open.set)
         found = Game(
             seed,
-            PrefillEngine(PrefillScheduler(PAGE_SIZE, {}), sources, pages),
+            PrefillEngine(PrefillScheduler(groups, {}), sources, groups, pages),
             DecodeEngine(
-                DecodeScheduler(PAGE_SIZE, workers), targets, pages, recomputes=recomputes
+                DecodeScheduler(groups, workers), targets, groups, pages, recomputes=recomputes
             ),
             gates,
             wake,
@@ -230,11 +251,35 @@ def test_vllms_rules_are_kept(
             assert found.prefill.preemptions
 
 
+@pytest.mark.parametrize("preempts", [False, True])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(
+    "groups", [Groups([FULL._replace(number=1), WINDOW]), MANY_GROUPS], ids=["window", "states"]
+)
+def test_every_group_of_a_cache_arrives(
+    groups: Groups,
+    recomputes: bool,
+    preempts: bool,
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_worker, "_PREEMPTION_S", 0.005)
+    seed = pytestconfig.option.seed
+    with game(seed, groups=groups, recomputes=recomputes, preempts=preempts) as found:
+        found.play()
+        if preempts:
+            assert found.prefill.preemptions
+
+
 @contextmanager
 def tight(seed: int, **more: Any) -> Iterator[Game]:
     """All come at once, in any order, and no deadline cuts off a wait."""
     with game(
-        seed, pages=TIGHT, source_deadline_s=2 * PATIENCE_S, load_deadline_s=None, **more
+        seed,
+        pages=more.pop("pages", TIGHT),
+        source_deadline_s=2 * PATIENCE_S,
+        load_deadline_s=None,
+        **more,
     ) as found:
         found.crowds, found.aborts = True, 0.002
         yield found
@@ -246,6 +291,17 @@ def test_no_two_requests_wait_for_each_other(
     workers: int, preempts: bool, pytestconfig: pytest.Config
 ) -> None:
     with tight(pytestconfig.option.seed, workers=workers, preempts=preempts) as found:
+        found.play()
+
+
+@pytest.mark.parametrize("preempts", [False, True])
+def test_no_two_requests_wait_for_each_other_in_several_groups(
+    preempts: bool, pytestconfig: pytest.Config
+) -> None:
+    pages = 2 + MANY_GROUPS.most_blocks(5 * PAGE_SIZE)
+    with tight(
+        pytestconfig.option.seed, groups=MANY_GROUPS, pages=pages, preempts=preempts
+    ) as found:
         found.play()
 
 

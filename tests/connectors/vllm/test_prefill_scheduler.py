@@ -10,6 +10,7 @@ import pytest
 from kvflow.connectors.vllm.messages import StepMeta
 from kvflow.connectors.vllm.params import ToDecode
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
+from tests.connectors.vllm.worker_pair import one_group
 
 BLOCK, CACHE = 16, 10
 
@@ -34,7 +35,7 @@ def planned(side: PrefillScheduler) -> StepMeta:
 
 class TestPlaces:
     def side(self, **blocks: int) -> tuple[PrefillScheduler, dict[str, Any]]:
-        side = PrefillScheduler(BLOCK, {})
+        side = PrefillScheduler(one_group(BLOCK), {})
         side.num_blocks = CACHE
         requests = {name: request(name, count) for name, count in blocks.items()}
         for number, each in enumerate(requests.values()):
@@ -72,7 +73,7 @@ class TestPlaces:
     def test_an_aborted_request_leaves_its_place_when_its_blocks_are_free(
         self, streams: bool
     ) -> None:
-        side = PrefillScheduler(BLOCK, {})
+        side = PrefillScheduler(one_group(BLOCK), {})
         side.num_blocks = CACHE
         first, second = request("a", CACHE, "FINISHED_ABORTED"), request("b")
         side.new_request(first, ToDecode(7 if streams else None))
@@ -108,7 +109,7 @@ def request_of(side: PrefillScheduler, blocks: int) -> Any:
 
 def test_a_preempted_request_that_has_ended_is_waited_for_all_the_same() -> None:
     """vLLM has given its blocks away, and a write may still read them."""
-    side = PrefillScheduler(16, {})
+    side = PrefillScheduler(one_group(BLOCK), {})
     aborted = request("r", status="FINISHED_ABORTED")
     side.new_request(aborted, ToDecode(7))
     assert side.finished(aborted, ([],)) == (True, None)

@@ -15,7 +15,7 @@ from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
 
 
 def computed(*blocks: int, is_all: bool = False) -> dict[str, Computed]:
-    return {NAME: Computed(blocks, is_all)}
+    return {NAME: Computed([blocks], is_all)}
 
 
 def busy_sources(each: Pair) -> list[int]:
@@ -51,7 +51,7 @@ def test_what_decode_had_is_neither_sent_nor_counted() -> None:
     with pair() as each:
         each.step_prefill(sources=[each.source()])
         prefix = each.prefill.thread.pool.layout.page_size
-        each.offer(Offer([4, 7], prefix), is_announced=True)
+        each.offer(Offer([[4, 7]], prefix), is_announced=True)
         each.until(lambda: each.room().matched)
         each.step_prefill(computed=computed(3, 1, 2, is_all=True), finished={NAME: False})
         each.ends("sent received")
@@ -114,7 +114,7 @@ def test_one_that_decode_has_announced_is_kept_for_it() -> None:
         each.step_prefill(sources=[other], finished={"other": False})
         each.until(lambda: each.sent["other"])
         assert not each.sent[NAME]
-        each.step_decode(offers={NAME: Offer([9, 4, 7], 0)})
+        each.step_decode(offers={NAME: Offer([[9, 4, 7]], 0)})
         each.ends("sent received", other="sent")
 
 
@@ -124,7 +124,7 @@ def test_a_room_that_is_in_use_is_not_sent() -> None:
         again = each.source(name="again")
         each.step_prefill(
             sources=[again],
-            computed={"again": Computed([5, 6, 8], True)},
+            computed={"again": Computed([[5, 6, 8]], True)},
             finished={"again": False},
         )
         assert each.sent == {"again": 1}

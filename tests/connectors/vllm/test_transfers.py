@@ -10,9 +10,9 @@ from kvflow.protocols.errors import Code
 
 
 def test_what_was_counted_is_taken_once() -> None:
-    transfers = Transfers(100, "0.1")
+    transfers = Transfers("0.1")
     assert transfers.take() is None
-    transfers.sent(3, 0.5)
+    transfers.sent(300, 0.5)
     transfers.received(0, 0.25)
     for code in (Code.DEADLINE, Code.PEER_LOST, Code.DEADLINE):
         transfers.failed(code)
@@ -28,7 +28,7 @@ def test_what_was_counted_is_taken_once() -> None:
 
 
 def test_quarantine_is_told_when_it_changes() -> None:
-    transfers = Transfers(100, "0.1")
+    transfers = Transfers("0.1")
     transfers.quarantine(0)
     # The gauge exists from the start.
     assert transfers.take() == no_transfers() | {"quarantine": {"0.1": 0}}
@@ -45,7 +45,7 @@ def test_quarantine_is_told_when_it_changes() -> None:
 
 def test_a_count_is_not_lost_to_that_of_another_thread() -> None:
     """One thread comes between what the other reads and what it writes, unless it has to wait."""
-    transfers = Transfers(1, "0.0")
+    transfers = Transfers("0.0")
     other = threading.Thread(target=transfers.failed, args=(Code.DEADLINE,))
 
     class Interrupted(dict[str, int]):

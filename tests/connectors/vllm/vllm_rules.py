@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from kvflow.connectors.vllm.groups import Blocks, Group, Groups
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
-from tests.connectors.vllm.worker_pair import PAGE_SIZE, PAGES
+from tests.connectors.vllm.worker_pair import ONE_GROUP, PAGES
 
 
 class Status(Enum):
@@ -32,21 +33,32 @@ class Request:
     def __init__(self, name: str, tokens: int, number: int) -> None:
         self.request_id, self.num_prompt_tokens, self.num_computed_tokens = name, tokens, 0
         self.prompt_token_ids = [number, *range(tokens - 1)]
+        self._all_token_ids = list(self.prompt_token_ids)
         self.lora_request, self.mm_features = None, ()
+        self.sampling_params, self.max_tokens = None, 16
         self.trace_headers: dict[str, str] | None = None
         self.status, self.lives = Status.WAITING, 0  # a preemption begins another life
-        self.blocks: list[Block] = []
+        self.blocks: list[list[Block]] = []  # of each group, in vLLM's order
         self.steps_left, self.hit = 2, 0
         # What its tokens leave in the cache: no two neighbours alike, nothing 0.
-        self.content = ((np.arange(tokens) * 7 + number * 31) % 250 + 1).astype(np.uint8)
+        self.number, self.content = number, content_of(tokens, number)
 
     @property
     def is_finished(self) -> bool:
         return self.status.name.startswith("FINISHED")
 
     @property
-    def block_ids(self) -> list[int]:
-        return [block.block_id for block in self.blocks]
+    def block_ids(self) -> tuple[list[int], ...]:
+        return tuple([block.block_id for block in own] for own in self.blocks)
+
+
+def content_of(tokens: int, number: int) -> np.ndarray[Any, Any]:
+    return ((np.arange(tokens) * 7 + number * 31) % 250 + 1).astype(np.uint8)
+
+
+def state_of(tokens: int, number: int) -> int:
+    """What the state holds after so many tokens."""
+    return (tokens * 5 + number * 13) % 250 + 1
 
 
 @dataclass(eq=False)
@@ -58,7 +70,9 @@ class Block:
 class BlockPool:
     def __init__(self, pages: int) -> None:
         self.blocks = [Block(n) for n in range(pages)]
-        self.free = deque(self.blocks)
+        # As in vLLM, the first one is handed out in place of those that are not needed any more.
+        self.null = self.blocks[0]
+        self.free = deque(self.blocks[1:])
 
     def touch(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -68,6 +82,8 @@ class BlockPool:
 
     def free_blocks(self, blocks: Iterable[Block]) -> None:
         for block in blocks:
+            if block is self.null:
+                continue
             block.ref_cnt -= 1
             assert block.ref_cnt >= 0, f"block {block.block_id} is freed twice"
             if not block.ref_cnt:
@@ -98,8 +114,11 @@ class Step:
 class Engine:
     """`scheduler` is the connector's side in the scheduler, `workers` those in the workers."""
 
-    def __init__(self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES) -> None:
+    def __init__(
+        self, scheduler: Any, workers: Sequence[Any], groups: Groups = ONE_GROUP, pages: int = PAGES
+    ) -> None:
         self.scheduler, self.workers, self.pool = scheduler, workers, BlockPool(pages)
+        self.groups, self.by_number = groups, sorted(groups.groups)
         self.requests: dict[str, Request] = {}
         self.steps: deque[Step] = deque()
         self.ended: dict[str, str] = {}
@@ -127,8 +146,34 @@ class Engine:
         del self.requests[request.request_id]
 
     def release(self, request: Request) -> None:
-        self.pool.free_blocks(reversed(request.blocks))
+        for own in request.blocks:
+            self.pool.free_blocks(reversed(own))
         request.blocks = []
+
+    def allocate(self, request: Request, computed: int, end: int) -> bool:
+        """Take blocks for the tokens up to `end`, of which `computed` are there. Blocks behind a
+        window are left out, or given back. False, and nothing, where there are too few.
+        """
+        request.blocks = request.blocks or [[] for _ in self.by_number]
+        for group, own in zip(self.by_number, request.blocks, strict=True):
+            for n in range(min(len(own), _skipped(group, computed))):
+                self.pool.free_blocks([own[n]])
+                own[n] = self.pool.null
+        wanted = [
+            max(0, (-(-end // size) if (size := group.space.page_size) else 1) - len(own))
+            for group, own in zip(self.by_number, request.blocks, strict=True)
+        ]
+        skipped = [
+            min(more, max(0, _skipped(group, computed) - len(own)))
+            for group, own, more in zip(self.by_number, request.blocks, wanted, strict=True)
+        ]
+        taken = self.pool.take(sum(wanted) - sum(skipped))
+        if taken is None:
+            return False
+        for own, more, nulls in zip(request.blocks, wanted, skipped, strict=True):
+            own.extend([self.pool.null] * nulls + taken[: more - nulls])
+            del taken[: more - nulls]
+        return True
 
     def execute(self) -> bool:
         """Run the oldest step that has not run, at all workers."""
@@ -147,14 +192,32 @@ class Engine:
         self._process(self.steps.popleft())
         return True
 
-    def check_content(self, request: Request) -> None:
-        where = np.array(request.block_ids)
+    def check_content(self, request: Request, tokens: int) -> None:
+        """What attention, or a state, reads for the token after the first `tokens`."""
         for n, worker in enumerate(self.workers):
-            slots = worker.thread.pool.array("k")[where].reshape(len(where) * PAGE_SIZE, -1)
-            found = slots[: request.num_prompt_tokens]
-            assert (found == request.content[:, None]).all(), (
-                f"{request.request_id}: wrong bytes at worker {n}"
-            )
+            for group, ids in zip(self.by_number, request.block_ids, strict=True):
+                where, size = worker.thread.pool.array(group.layers[0]), group.space.page_size
+                said = f"{request.request_id}: wrong bytes of {group.space.name} at worker {n}"
+                if not size:
+                    assert (where[ids[0]] == state_of(tokens, request.number)).all(), said
+                    continue
+                first = max(0, tokens - group.space.window) if group.space.window else 0
+                for token in range(first, tokens):
+                    found = where[ids[token // size]].reshape(size, -1)[token % size]
+                    assert (found == request.content[token]).all(), said
+
+    def write(
+        self, worker: Any, request: Request, tokens: range, block_ids: Blocks | None = None
+    ) -> None:
+        """What the model does with these tokens at one worker."""
+        each = request.block_ids if block_ids is None else block_ids
+        for group, ids in zip(self.by_number, each, strict=True):
+            where, size = worker.thread.pool.array(group.layers[0]), group.space.page_size
+            if not size and tokens:
+                where[ids[0]] = state_of(tokens.stop, request.number)
+            for token in tokens if size else ():
+                if (block := ids[token // size]) != self.pool.null.block_id:
+                    where[block].reshape(size, -1)[token % size] = request.content[token]
 
     def _connector_finished(self, request: Request) -> tuple[bool, Any]:
         raise NotImplementedError
@@ -167,10 +230,12 @@ class Engine:
 
 
 class PrefillEngine(Engine):
-    def __init__(self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES) -> None:
-        super().__init__(scheduler, workers, pages)
-        scheduler.block_ids_of = lambda name: (self.requests[name].block_ids,)
-        scheduler.num_blocks = pages
+    def __init__(
+        self, scheduler: Any, workers: Sequence[Any], groups: Groups = ONE_GROUP, pages: int = PAGES
+    ) -> None:
+        super().__init__(scheduler, workers, groups, pages)
+        scheduler.block_ids_of = lambda name: self.requests[name].block_ids
+        scheduler.num_blocks = pages - 1
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.answers: dict[str, Any] = {}
@@ -214,7 +279,7 @@ class PrefillEngine(Engine):
         for request in list(self.waiting):
             if not self.scheduler.may_begin(request):
                 continue
-            if -(-request.num_prompt_tokens // PAGE_SIZE) > len(self.pool.free):
+            if self.groups.most_blocks(request.num_prompt_tokens) > len(self.pool.free):
                 return
             assert self._compute(request, count, step)
             self.scheduler.allocated(request)
@@ -224,10 +289,8 @@ class PrefillEngine(Engine):
 
     def _compute(self, request: Request, count: int, step: Step) -> bool:
         end = min(request.num_prompt_tokens, request.num_computed_tokens + count)
-        more = self.pool.take(-(-end // PAGE_SIZE) - len(request.blocks))
-        if more is None:
+        if not self.allocate(request, request.num_computed_tokens, end):
             return False
-        request.blocks += more
         step.counts[request.request_id] = end - request.num_computed_tokens
         step.ends[request.request_id] = request.lives, end
         return True
@@ -244,7 +307,7 @@ class PrefillEngine(Engine):
         self.preemptions += 1
 
     def _connector_finished(self, request: Request) -> tuple[bool, Any]:
-        found: tuple[bool, Any] = self.scheduler.finished(request, (request.block_ids,))
+        found: tuple[bool, Any] = self.scheduler.finished(request, request.block_ids)
         return found
 
     def _run(self, worker: Any, step: Step, meta: Any) -> Any:
@@ -253,7 +316,7 @@ class PrefillEngine(Engine):
         worker.begin(told)
         for name, (_, end) in step.ends.items():  # also of requests that were aborted meanwhile
             if (request := self.requests.get(name)) is not None:
-                _write(worker, request, range(end - step.counts[name], end), blocks[name])
+                self.write(worker, request, range(end - step.counts[name], end), blocks[name])
         worker.computed(told)
         return worker.finished(told)
 
@@ -273,9 +336,15 @@ class PrefillEngine(Engine):
 
 class DecodeEngine(Engine):
     def __init__(
-        self, scheduler: Any, workers: Sequence[Any], pages: int = PAGES, *, recomputes: bool
+        self,
+        scheduler: Any,
+        workers: Sequence[Any],
+        groups: Groups = ONE_GROUP,
+        pages: int = PAGES,
+        *,
+        recomputes: bool,
     ) -> None:
-        super().__init__(scheduler, workers, pages)
+        super().__init__(scheduler, workers, groups, pages)
         scheduler.block_pool = self.pool
         self._recomputes = recomputes
         self._remaining: Counter[str] = Counter()
@@ -296,7 +365,7 @@ class DecodeEngine(Engine):
                 is_full = is_full or not self._admit(request)
             elif request.status is Status.RUNNING:
                 request.steps_left -= 1
-                self.check_content(request)
+                self.check_content(request, request.num_prompt_tokens)
                 if not request.steps_left:
                     self.finish(request, Status.FINISHED_LENGTH_CAPPED)
         meta = StepMeta()
@@ -319,24 +388,27 @@ class DecodeEngine(Engine):
             self._failed.remove(name)
             self.release(request)
         else:
-            self.check_content(request)
+            moved = self.groups.tokens_moved(request.num_prompt_tokens)
+            self.check_content(request, moved)
+            # The last token is computed here, where it has not come.
+            for worker in self.workers:
+                self.write(worker, request, range(moved, request.num_prompt_tokens))
             self.loaded += 1
             request.status = Status.RUNNING
 
     def _admit(self, request: Request) -> bool:
         """False when it has to wait for blocks, and all behind it with it."""
         tokens = request.num_prompt_tokens
-        cached = request.hit * PAGE_SIZE
+        cached = request.hit
         external = self.scheduler.tokens_to_load(request, cached)
         if external is None:
             return True
-        blocks = self.pool.take(-(-tokens // PAGE_SIZE))
-        if blocks is None:
+        if not self.allocate(request, cached + external if external else 0, tokens):
+            self.release(request)
             return False
-        request.blocks = blocks
-        self.scheduler.allocated(request, (request.block_ids,), external)
+        self.scheduler.allocated(request, request.block_ids, external)
         for worker in self.workers:
-            _write(worker, request, range(tokens - external), request.block_ids)
+            self.write(worker, request, range(cached if external else tokens))
         request.status = Status.WAITING_FOR_REMOTE_KVS if external else Status.RUNNING
         return True
 
@@ -378,11 +450,10 @@ class DecodeEngine(Engine):
                 self.free(request)
 
 
-def _write(worker: Any, request: Request, tokens: range, into: Sequence[int]) -> None:
-    """What the model does with these tokens at one worker."""
-    cache = worker.thread.pool.array("k")
-    for token in tokens:
-        cache[into[token // PAGE_SIZE], token % PAGE_SIZE] = request.content[token]
+def _skipped(group: Group, computed: int) -> int:
+    """How many blocks attention no longer reads when it computes the next token."""
+    window = group.space.window
+    return max(0, computed - window) // group.space.page_size if window else 0
 
 
 def _all_told(outputs: Sequence[set[str]], remaining: Counter[str]) -> set[str]:

@@ -14,14 +14,30 @@ import numpy as np
 
 import kvflow
 from kvflow.connectors.vllm.decode_worker import DecodeWorker
+from kvflow.connectors.vllm.groups import Group, Groups
 from kvflow.connectors.vllm.messages import Computed, Offer, OpenSource, OpenTarget, StepMeta
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.connectors.vllm.transfers import Transfers
+from kvflow.memory.streams import SpaceStreams
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.pages.layout import Space
 
 PAGES, PAGE_SIZE, PATIENCE_S = 32, 4, 20.0
 PROMPT = np.arange(10, dtype=np.uint32)  # 2.5 blocks
 NAME, ROOM = "request", 7
+BLOCK_BYTES = 64
+
+
+def one_group(page_size: int) -> Groups:
+    return Groups([Group(0, ("k",), Space("pages", PAGES, page_size))])
+
+
+ONE_GROUP = one_group(PAGE_SIZE)
+# In vLLM's order: a window of 6 tokens, whose token computed next is one, states, full attention.
+WINDOW = Group(0, ("w",), Space("window", PAGES, PAGE_SIZE, 5), 7)
+STATE = Group(1, ("s",), Space("state", PAGES, 0), 1)
+FULL = Group(2, ("k",), Space("pages", PAGES, 2 * PAGE_SIZE))
+MANY_GROUPS = Groups([FULL, WINDOW, STATE])
 
 
 class Gate:
@@ -69,20 +85,52 @@ def new_pool(first: int = 0, page_bytes: int = 64) -> kvflow.PagedPool:
     return pool
 
 
+def pool_of(groups: Groups) -> kvflow.PagedPool:
+    """The pool of a cache whose groups share their memory, as vLLM's do. All of it is 0."""
+    segment = kvflow.SharedSegment.create(PAGES * BLOCK_BYTES)
+    memory = np.frombuffer(segment.memory, np.uint8, PAGES * BLOCK_BYTES)
+    memory = memory.reshape(PAGES, BLOCK_BYTES)
+    first, *others = groups.groups
+    spaces = {
+        group.space.name: SpaceStreams({}, size, {group.layers[0]: memory}, group.space.window)
+        if (size := group.space.page_size)
+        else SpaceStreams({group.layers[0]: memory}, 0)
+        for group in others
+    }
+    return kvflow.PagedPool.wrap(
+        {},
+        first.space.page_size,
+        per_page={first.layers[0]: memory},
+        window=first.space.window,
+        spaces=spaces,
+        segment=segment,
+    )
+
+
 def new_prefill(
-    rank: int, gate: Gate, wake: threading.Event, timing: Timing, deadline_s: float
+    rank: int,
+    gate: Gate,
+    wake: threading.Event,
+    timing: Timing,
+    deadline_s: float,
+    pool: kvflow.PagedPool | None = None,
 ) -> PrefillWorker:
-    thread = kvflow.PrefillThread(new_pool(1), GatedPlane(gate), registry_port=0, timing=timing)
-    stats = Transfers(64, f"0.{rank}")
+    source = new_pool(1) if pool is None else pool
+    thread = kvflow.PrefillThread(source, GatedPlane(gate), registry_port=0, timing=timing)
+    stats = Transfers(f"0.{rank}")
     return PrefillWorker(thread, stats, wake.set, source_deadline_s=deadline_s)
 
 
 def new_decode(
-    rank: int, wake: threading.Event, timing: Timing, deadline_s: float | None
+    rank: int,
+    wake: threading.Event,
+    timing: Timing,
+    deadline_s: float | None,
+    pool: kvflow.PagedPool | None = None,
 ) -> DecodeWorker:
     resolve = kvflow.RegistryClient().resolve
-    thread = kvflow.DecodeThread(new_pool(), "local", resolve=resolve, timing=timing)
-    stats = Transfers(64, f"0.{rank}")
+    thread = kvflow.DecodeThread(pool or new_pool(), "local", resolve=resolve, timing=timing)
+    stats = Transfers(f"0.{rank}")
     return DecodeWorker(thread, stats, wake.set, rank=rank, load_deadline_s=deadline_s)
 
 
@@ -187,11 +235,11 @@ class Pair:
 
     def send_all(self, *blocks: int) -> None:
         """A sequential prefill's request is over."""
-        computed = {NAME: Computed(blocks, True)}
+        computed = {NAME: Computed([blocks], True)}
         self.step_prefill(sources=[self.source()], computed=computed, finished={NAME: False})
 
     def load(self, *blocks: int) -> None:
-        self.offer(Offer(blocks, 0), is_announced=False)
+        self.offer(Offer([blocks], 0), is_announced=False)
 
     def offer(self, offer: Offer, *, is_announced: bool, **target: Any) -> None:
         targets, offers = [self.target(**target)], {NAME: offer}

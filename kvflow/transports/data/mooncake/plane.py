@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.ports import PlaneAddress, ProcessIdentity
+from kvflow.transports.data.locators import regions_apart
 from kvflow.transports.data.mooncake.handshake import check_answers
 from kvflow.transports.data.mooncake.route import MooncakeRoute
 from kvflow.transports.data.route import Planner
@@ -243,13 +244,13 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         return engine
 
     def _register(self, engine: Any, layout: PoolLayout) -> None:
-        for i, b in enumerate(layout.buffers):
-            if status := engine.register_memory(b.address, b.size_bytes):
-                for done in layout.buffers[:i]:
-                    engine.unregister_memory(done.address)
-                raise LayoutError(
-                    f"{self.name} cannot register buffer {b.name!r} (status {status})"
-                )
+        regions = regions_apart(layout)
+        for i, (address, size_bytes) in enumerate(regions):
+            if status := engine.register_memory(address, size_bytes):
+                for done, _ in regions[:i]:
+                    engine.unregister_memory(done)
+                name = next(b.name for b in layout.buffers if b.address == address)
+                raise LayoutError(f"{self.name} cannot register buffer {name!r} (status {status})")
 
     def _unprovable(self) -> str:
         return "RDMA" if self._device else ""
@@ -258,9 +259,9 @@ class MooncakePlane(EnginePlane[MooncakeRoute]):
         # From here on, `_reach` does not register the pool with another engine.
         with self._opening:
             layout, self._layout = self._layout, None
-        for b in layout.buffers if layout is not None else ():
+        for address, _ in regions_apart(layout) if layout is not None else ():
             for engine in self._engines:
-                engine.unregister_memory(b.address)
+                engine.unregister_memory(address)
 
 
 def _spoken() -> str:
