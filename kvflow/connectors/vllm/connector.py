@@ -86,7 +86,11 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             )
             self._prefill = PrefillScheduler(self._groups, answer)
         if self._kv_transfer_config.is_kv_consumer:
-            self._decode = DecodeScheduler(self._groups, self._ranks)
+            self._decode = DecodeScheduler(
+                self._groups,
+                self._ranks,
+                recompute_below=self._settings.recompute_below_tokens,
+            )
 
     @property
     def _bootstrap_port(self) -> int:

@@ -52,9 +52,11 @@ class _Quarantine:
 class DecodeScheduler:
     """Requests with `do_remote_prefill` whose load runs, and the blocks that wait for proof."""
 
-    def __init__(self, groups: Groups, workers: int) -> None:
-        """`workers` is the number of our workers. Worker n loads from prefill's worker n."""
-        self._groups, self._workers = groups, workers
+    def __init__(self, groups: Groups, workers: int, *, recompute_below: int = 0) -> None:
+        """`workers` is the number of our workers. Worker n loads from prefill's worker n. Prompts of
+        fewer than `recompute_below` tokens are computed here.
+        """
+        self._groups, self._workers, self._least = groups, workers, recompute_below
         self._loads: dict[str, _Load] = {}
         self._quarantine: dict[str, _Quarantine] = {}
         self._used: dict[int, None] = {}  # latest room numbers, oldest first
@@ -113,6 +115,8 @@ class DecodeScheduler:
         if load is None or load.is_offered:
             return 0
         tokens, size = request.num_prompt_tokens, self._groups.page_size
+        if tokens < self._least:
+            return 0
         # vLLM always computes the last token here, and with it at most one block. If everything
         # before that block is in the cache, a transfer would bring only what is computed anyway.
         if num_computed_tokens and num_computed_tokens >= (tokens - 1) // size * size:

@@ -23,14 +23,17 @@ class Group(NamedTuple):
     """The layers of one group. `number` is the group's place in vLLM's order.
 
     In the group's space, `window` is the number of tokens before the next one that attention reads.
-    `most_blocks` bounds the blocks that a request holds at once, whatever its length; 0 sets no
-    bound but the length.
+    Where a group keeps states, a request has one block for every `state_tokens` tokens or part of
+    them, and the last one has the state after all of its tokens; vLLM's prefix cache may keep
+    others. `most_blocks` bounds the blocks that a request holds at once, whatever its length; 0
+    sets no bound but the length.
     """
 
     number: int
     layers: tuple[str, ...]
     space: Space
     most_blocks: int = 0
+    state_tokens: int = 0
 
 
 class Groups:
@@ -79,7 +82,8 @@ class Groups:
         for group in self.groups:
             own, size = block_ids[group.number], group.space.page_size
             if not size:
-                found.append(self._state(own) if is_all else [])
+                last = -(-tokens // group.state_tokens)
+                found.append(list(own[last - 1 : last]) if is_all else [])
             else:
                 found.append(list(own[: -(-tokens // size) if is_all else computed // size]))
         return found
@@ -103,10 +107,6 @@ class Groups:
             if len(found) != wanted or self.null_block in found:
                 return group.space.name
         return ""
-
-    def _state(self, own: Sequence[int]) -> list[int]:
-        """Return the block of the state after the last computed token, in a list."""
-        return [block for block in own if block != self.null_block][-1:]
 
 
 def first_place(space: Space, tokens: int, prefix_tokens: int) -> int:

@@ -42,6 +42,7 @@ def read_groups(config: KVCacheConfig, vllm_config: Any) -> Groups:
 def _group(number: int, given: Any, num_blocks: int, vllm_config: Any) -> Group:
     spec = _spec_of(given.kv_cache_spec)
     size, window, most, kind = int(spec.block_size), 0, 0, "full attention"
+    state_tokens = 0
     if isinstance(spec, SlidingWindowSpec):
         # Decode computes the last token. It reads the tokens before it, one fewer than the window.
         window, kind = spec.sliding_window - 1, f"window of {spec.sliding_window}"
@@ -50,9 +51,9 @@ def _group(number: int, given: Any, num_blocks: int, vllm_config: Any) -> Group:
         )
     elif isinstance(spec, MambaSpec):
         most = -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
-        size, kind = 0, "state"
+        size, state_tokens, kind = 0, size, "state"
     space = Space(f"group {number}, {kind}", num_blocks, size, window)
-    return Group(number, tuple(given.layer_names), space, most)
+    return Group(number, tuple(given.layer_names), space, most, state_tokens)
 
 
 def _spec_of(spec: Any) -> Any:
@@ -95,11 +96,6 @@ def _check_spec(spec: Any) -> None:
 
 
 def _check_states(spec: Any) -> None:
-    if spec.mamba_cache_mode != "none":
-        raise MisuseError(
-            f"mamba_cache_mode {spec.mamba_cache_mode}: kvflow's connector moves states of the "
-            "mode none; leave prefix caching off for this model (--no-enable-prefix-caching)"
-        )
     if spec.num_speculative_blocks:
         raise MisuseError(
             "kvflow's connector does not move the states of a model that decodes speculatively"

@@ -54,6 +54,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The time for which a decode lends blocks to a prefill that does not fill them. None: for as
     long as prefill lives.
     """
+    recompute_below_tokens: int = 0
+    """A decode computes prompts of fewer tokens itself, and fetches nothing for them. The time until
+    the first token of a short prompt may be shorter so.
+    """
     lost_after_s: float = Timing().lost_after_s
     """The silence after which the other side counts as lost: requests fail, and their blocks wait
     for proof.
@@ -100,6 +104,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         check_time("source_deadline_s", self.source_deadline_s)
         if self.load_deadline_s is not None:
             check_time("load_deadline_s", self.load_deadline_s)
+        if self.recompute_below_tokens < 0:
+            raise MisuseError(f"recompute_below_tokens {self.recompute_below_tokens} is below 0")
         for name, least in (("bootstrap_port", 1), ("status_port", 0)):
             if not least <= getattr(self, name) < 1 << 16:
                 raise MisuseError(f"{name} {getattr(self, name)} is outside {least}..65535")

@@ -139,7 +139,7 @@ def _state(thread: Thread) -> tuple[str, NodeReport]:
     hold its own data.
     """
     total = thread.pool.layout.num_pages
-    busy = thread.pages.busy(np.arange(total)).size
+    busy = thread.pages.busy(np.arange(total, dtype=np.int32)).size
 
     def of(node: PrefillNode | DecodeNode) -> tuple[str, NodeReport]:
         report = node_report(

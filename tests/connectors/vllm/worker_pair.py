@@ -35,7 +35,7 @@ def one_group(page_size: int) -> Groups:
 ONE_GROUP = one_group(PAGE_SIZE)
 # In vLLM's order: a window of 6 tokens, whose token computed next is one, states, full attention.
 WINDOW = Group(0, ("w",), Space("window", PAGES, PAGE_SIZE, 5), 7)
-STATE = Group(1, ("s",), Space("state", PAGES, 0), 1)
+STATE = Group(1, ("s",), Space("state", PAGES, 0), 1, 1 << 16)
 FULL = Group(2, ("k",), Space("pages", PAGES, 2 * PAGE_SIZE))
 MANY_GROUPS = Groups([FULL, WINDOW, STATE])
 
