@@ -135,6 +135,10 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         )
         return count, bool(count)
 
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        # vLLM must not clear the blocks of any group while prefill writes into them.
+        return tuple(range(len(self._groups.groups)))
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._prefill is not None:
             self._prefill.allocated(request)

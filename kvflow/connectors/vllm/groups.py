@@ -42,10 +42,9 @@ class Groups:
     def __init__(self, groups: Sequence[Group]) -> None:
         """`groups` begins with one that has pages, because these count the tokens of prompts."""
         self.groups = tuple(groups)
-        self.has_states = any(group.space.in_rows for group in groups)
-        # With a single group, all tokens travel, and vLLM computes the last one again. That would
-        # be wrong for a state, which it would enter twice. For a window, vLLM would have freed the
-        # block of the earliest token that the last one reads.
+        # With a single group, all tokens travel, and decode computes the last one again. It would
+        # enter a state twice, and vLLM may have freed the block of the earliest token in a window
+        # that the last token reads.
         self.moves_last_token = len(groups) == 1 and not groups[0].space.window
         self.null_block = 0
 

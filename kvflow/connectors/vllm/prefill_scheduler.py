@@ -60,9 +60,7 @@ class PrefillScheduler:
         if not tokens:
             return
         if not self._groups.moves_last_token:
-            _end_with_its_prompt(request)
-        if self._groups.has_states:
-            _leave_out_last_token(request)
+            _end_before_last_token(request)
         room = self._rooms[name] = _Room(params.room or draw_room(), tokens)
         if params.room is not None:
             self._streaming[name] = request
@@ -176,19 +174,15 @@ class PrefillScheduler:
         self._next.sources.append(OpenSource(request.request_id, room.number, prompt))
 
 
-def _end_with_its_prompt(request: Any) -> None:
-    """Let vLLM end the request with its first token. Further tokens would change a state, and move
-    a window over blocks that a write still reads.
-    """
-    request.max_tokens = 1
-    if request.sampling_params is not None:
-        request.sampling_params.min_tokens = 0
+def _end_before_last_token(request: Any) -> None:
+    """Let vLLM compute the prompt without its last token, and nothing after it.
 
-
-def _leave_out_last_token(request: Any) -> None:
-    """Take the last token from the prompt. Decode computes it, and therefore needs the state before
-    it.
+    Decode computes the last token. Here it would change the states, and move the windows: vLLM
+    would free the block of the earliest token that it reads.
     """
     request.prompt_token_ids = request.prompt_token_ids[:-1]
     request._all_token_ids.pop()
     request.num_prompt_tokens -= 1
+    request.max_tokens = 1
+    if request.sampling_params is not None:
+        request.sampling_params.min_tokens = 0

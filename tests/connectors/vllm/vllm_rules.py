@@ -155,10 +155,7 @@ class Engine:
         window are left out, or given back. False, and nothing, where there are too few.
         """
         request.blocks = request.blocks or [[] for _ in self.by_number]
-        for group, own in zip(self.by_number, request.blocks, strict=True):
-            for n in range(min(len(own), _skipped(group, computed))):
-                self.pool.free_blocks([own[n]])
-                own[n] = self.pool.null
+        self.trim(request, computed)
         wanted = [
             max(0, (-(-end // size) if (size := group.space.page_size) else 1) - len(own))
             for group, own in zip(self.by_number, request.blocks, strict=True)
@@ -174,6 +171,13 @@ class Engine:
             own.extend([self.pool.null] * nulls + taken[: more - nulls])
             del taken[: more - nulls]
         return True
+
+    def trim(self, request: Request, computed: int) -> None:
+        """Give back the blocks that no window reaches after the first `computed` tokens."""
+        for group, own in zip(self.by_number, request.blocks, strict=False):
+            for n in range(min(len(own), _skipped(group, computed))):
+                self.pool.free_blocks([own[n]])
+                own[n] = self.pool.null
 
     def execute(self) -> bool:
         """Run the oldest step that has not run, at all workers."""
@@ -307,6 +311,7 @@ class PrefillEngine(Engine):
         self.preemptions += 1
 
     def _connector_finished(self, request: Request) -> tuple[bool, Any]:
+        self.trim(request, request.num_computed_tokens)
         found: tuple[bool, Any] = self.scheduler.finished(request, request.block_ids)
         return found
 
