@@ -13,9 +13,11 @@ If kvflow is installed in vLLM's environment, vLLM finds the connector through a
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
-from kvflow.connectors.vllm.version import NAME, check_version, is_supported
+from kvflow.connectors.vllm.version import NAME, check_version, is_in_range
+from kvflow.protocols.errors import MisuseError
 
 
 def register() -> None:
@@ -25,12 +27,16 @@ def register() -> None:
     # Some processes load plugins more than once, and vLLM refuses to register a name twice.
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, __name__, NAME)
-    # The other parts replace methods of vLLM, whose code is known for the supported version only.
-    if is_supported():
+    # The other parts wrap methods of vLLM, and only those that they know. Where they do not, the
+    # connector refuses to be loaded.
+    if is_in_range():
         from kvflow.connectors.vllm import few_cores, frontend
+        from kvflow.connectors.vllm.signatures import check_wrapped
 
-        frontend.install()
-        few_cores.install()
+        with suppress(MisuseError):
+            check_wrapped()
+            frontend.install()
+            few_cores.install()
 
 
 # Importing this package must not load torch. An unsupported vLLM must fail only where the connector

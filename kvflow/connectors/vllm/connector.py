@@ -29,7 +29,7 @@ from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.params import FromPrefill, ToDecode, prefill_answer, read_params
 from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.read_groups import read_groups
-from kvflow.connectors.vllm.settings import Settings, check_continues
+from kvflow.connectors.vllm.settings import Settings, check_engine
 from kvflow.connectors.vllm.stats import KvflowPromMetrics, KvflowStats
 from kvflow.connectors.vllm.worker_sides import WorkerSides
 from kvflow.memory.shared import SharedSegment
@@ -58,7 +58,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = Settings.read(self._kv_transfer_config.kv_connector_extra_config)
-        check_continues(vllm_config)
+        check_engine(vllm_config)
         self._groups = read_groups(kv_cache_config, vllm_config)
         self._num_blocks = kv_cache_config.num_blocks
         parallel = vllm_config.parallel_config
@@ -97,6 +97,14 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._settings.port_of_engine(
             self._vllm_config.parallel_config.data_parallel_index, self._ranks
         )
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """Return False: in sleep mode, vLLM takes the memory away that a transfer may still use.
+
+        vLLM asks from 0.33 on. In 0.32, `check_engine` refuses the mode.
+        """
+        return False
 
     # --- in the scheduler
 
@@ -223,8 +231,9 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._worker is None:
             return KVConnectorTransferResults()
         meta = self._get_connector_metadata()
+        sent, received, failed = self._worker.finished(meta, _IDLE_WAIT_S if meta.idle else 0.0)
         return KVConnectorTransferResults(
-            *self._worker.finished(meta, _IDLE_WAIT_S if meta.idle else 0.0)
+            finished_sending=sent, finished_recving=received, failed_recving=failed
         )
 
     def build_connector_worker_meta(self) -> StepNews | None:

@@ -4,7 +4,7 @@ loads in its answers.
 vLLM has no hook for any of this. A failed load would reach the client as "Internal server error".
 The scheduler would find an error in `kv_transfer_params`, but it cannot answer the client. An error
 in the settings would show only after vLLM loads the model. So this module wraps three methods
-of the vLLM version that `version.py` names.
+of vLLM, whose signatures `signatures.py` checks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from kvflow.connectors.vllm.params import ToDecode, read_params
-from kvflow.connectors.vllm.settings import Settings, check_continues
+from kvflow.connectors.vllm.settings import Settings, check_engine
 from kvflow.connectors.vllm.version import NAME
 from kvflow.http.errors import STATUS_OF_CODE
 from kvflow.protocols.errors import Cause, Code, MisuseError
@@ -63,7 +63,7 @@ def _starting(init: Any) -> Any:
         transfer = vllm_config.kv_transfer_config
         if transfer is not None and transfer.kv_connector == NAME:
             Settings.read(transfer.kv_connector_extra_config)
-            check_continues(vllm_config)
+            check_engine(vllm_config)
         init(self, vllm_config, *args, **kwargs)
 
     return started

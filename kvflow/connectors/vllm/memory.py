@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvflow.connectors.vllm.groups import Groups
-from kvflow.connectors.vllm.version import SUPPORTED
+from kvflow.connectors.vllm.version import release
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.memory.streams import SpaceStreams
@@ -161,7 +161,7 @@ def pool_over(
         per_page=first.per_page,
         window=first.window,
         spaces=dict(zip((group.space.name for group in groups.groups[1:]), more, strict=True)),
-        formats={name: f"vLLM {SUPPORTED} {layout}" for own in streams for name in own},
+        formats={name: f"vLLM {release()} {layout}" for own in streams for name in own},
         fingerprint=fingerprint,
         segment=segment,
         parts=parts,

@@ -140,7 +140,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return Bounds(quarantine_share=self.quarantine_share)
 
 
-def check_continues(vllm_config: Any) -> None:
+def check_engine(vllm_config: Any) -> None:
+    """Check that kvflow can serve an engine with this configuration. Raises: MisuseError."""
+    if vllm_config.model_config.enable_sleep_mode:
+        raise MisuseError(
+            "--enable-sleep-mode: in this mode vLLM takes the memory of the KV cache away, and "
+            "kvflow's connector cannot prove that nothing writes into it any more"
+        )
+    _check_continues(vllm_config)
+
+
+def _check_continues(vllm_config: Any) -> None:
     """Check that vLLM can compute the rest of a prompt whose prefix is cached.
 
     vLLM can do so with chunked prefill or prefix caching. It switches both off for MLA on CPUs

@@ -43,8 +43,8 @@ class Blocks:
             self.touched.remove(block)
 
 
-def scheduler(workers: int = 1) -> DecodeScheduler:
-    made = DecodeScheduler(one_group(SIZE), workers)
+def scheduler(workers: int = 1, **options: int) -> DecodeScheduler:
+    made = DecodeScheduler(one_group(SIZE), workers, **options)
     made.block_pool = Blocks()
     return made
 
@@ -68,6 +68,17 @@ def test_all_travels_but_the_block_of_the_last_token(
     made, asked = scheduler(), request(tokens)
     made.new_request(asked, PREFILL)
     assert made.tokens_to_load(asked, computed) == wanted
+
+
+@pytest.mark.parametrize(("tokens", "wanted"), [(39, 0), (40, 40)])
+def test_a_short_prompt_is_computed_here_and_its_room_ends(tokens: int, wanted: int) -> None:
+    made, asked = scheduler(recompute_below=40), request(tokens)
+    made.new_request(asked, FromPrefill(7, "127.0.0.1", 8998))
+    made.update(StepNews(ready={"a": {0}}), set())
+    assert made.tokens_to_load(asked, 0) == wanted
+    made.allocated(asked, ([5, 6, 7],), wanted)
+    made.build_meta(meta := StepMeta())
+    assert [bool(offer.blocks) for offer in meta.offers.values()] == [bool(wanted)]
 
 
 def test_it_waits_until_every_worker_of_prefill_has_begun() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvflow.connectors.vllm.settings import Settings, check_continues
+from kvflow.connectors.vllm.settings import Settings, check_engine
 from kvflow.protocols.errors import MisuseError
 
 
@@ -57,6 +57,7 @@ def test_the_ranks_of_data_parallel_engines_have_ports_of_their_own() -> None:
         ({"load_deadline_s": 1e9}, "load_deadline_s 1000000000.0 is not"),
         ({"lost_after_s": 0}, "lost_after_s 0.0 is not"),
         ({"quarantine_share": 1.5}, "quarantine_share 1.5"),
+        ({"recompute_below_tokens": -1}, "recompute_below_tokens -1 is below 0"),
         ({"rate_limit_bytes_per_s": 0}, "rate_limit_bytes_per_s 0.0 is not above 0"),
         ({"rate_limit_bytes_per_s": float("nan")}, "rate_limit_bytes_per_s nan is not above 0"),
         ({"verify_transfers": 1}, "$.verify_transfers"),
@@ -68,11 +69,11 @@ def test_what_is_wrong_names_itself(extra: dict[str, Any], text: str) -> None:
     assert str(raised.value).startswith("kv_connector_extra_config: ") and text in str(raised.value)
 
 
-def config(*, chunks: bool, prefixes: bool, mla: bool = False) -> Any:
+def config(*, chunks: bool, prefixes: bool, mla: bool = False, sleeps: bool = False) -> Any:
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(enable_chunked_prefill=chunks),
         cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
-        model_config=SimpleNamespace(model="tiny", use_mla=mla),
+        model_config=SimpleNamespace(model="tiny", use_mla=mla, enable_sleep_mode=sleeps),
         device_config=SimpleNamespace(device_type="cpu"),
     )
 
@@ -82,12 +83,17 @@ def config(*, chunks: bool, prefixes: bool, mla: bool = False) -> Any:
 def test_a_vllm_that_goes_on_from_its_own_cache_goes_on_from_what_was_loaded(
     chunks: bool, prefixes: bool, mla: bool
 ) -> None:
-    check_continues(config(chunks=chunks, prefixes=prefixes, mla=mla))
+    check_engine(config(chunks=chunks, prefixes=prefixes, mla=mla))
 
 
 @pytest.mark.parametrize(("mla", "kind"), [(True, "tiny, MLA on cpu"), (False, "tiny, cpu")])
 def test_a_vllm_that_never_does_is_refused_in_one_line(mla: bool, kind: str) -> None:
     with pytest.raises(MisuseError) as raised:
-        check_continues(config(chunks=False, prefixes=False, mla=mla))
+        check_engine(config(chunks=False, prefixes=False, mla=mla))
     text = str(raised.value)
     assert f"chunked prefill and prefix caching off here ({kind})" in text and "\n" not in text
+
+
+def test_an_engine_whose_memory_may_go_is_refused() -> None:
+    with pytest.raises(MisuseError, match="--enable-sleep-mode: .* cannot prove"):
+        check_engine(config(chunks=True, prefixes=True, sleeps=True))

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import kvflow.connectors.vllm
-from kvflow.connectors.vllm.version import check_version, is_supported
+from kvflow.connectors.vllm.version import check_version, is_in_range
 from kvflow.protocols.errors import MisuseError
 
 
@@ -19,23 +19,22 @@ def install(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.32.0rc1", "0.32.1.dev3+gabc"]
+    "version", ["0.32.0", "0.32.1", "0.32.0+cpu", "0.33.0rc1", "0.33.1.dev3+gabc"]
 )
-def test_any_build_of_the_release_is_supported(
+def test_any_build_of_the_releases_is_in_the_range(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(version, monkeypatch)
-    assert is_supported()
-    check_version()
+    assert is_in_range()
 
 
-@pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.3.2", "1.32.0", "0.320.0", "dev"])
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "0.3.2", "1.32.0", "0.320.0", "dev"])
 def test_other_releases_are_refused_by_name(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(version, monkeypatch)
-    assert not is_supported()
+    assert not is_in_range()
     with pytest.raises(MisuseError) as raised:
         kvflow.connectors.vllm.KvflowConnector  # noqa: B018 - it is loaded when it is asked for
-    assert f"vLLM {version} is installed: install vllm~=0.32.0" in str(raised.value)
+    assert f"vLLM {version} is installed: install 'vllm>=0.32,<0.34'" in str(raised.value)
 
 
 def test_the_module_has_nothing_else() -> None:
