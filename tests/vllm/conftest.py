@@ -16,12 +16,16 @@ from tests.vllm.servers import VENV, Server
 
 SOURCE_DEADLINE_S = 5.0
 LOST_AFTER_S = 4.5  # with 2 s a loaded machine has been taken for a lost peer
-SLOW_BYTES_PER_S = 1e6
+# The families with one group of full attention, with windows and with states, and the rate of the
+# slow prefill: a prompt takes as long in each.
+SLOW_BYTES_PER_S = {"llama": 1e6, "gemma3": 0.25e6, "qwen3_next": 0.25e6}
 _FLEET = pytest.StashKey["Fleet"]()
 
 
 class Fleet(NamedTuple):
-    """The last three are of another model; its prefill writes slowly, and can be lost."""
+    """Servers of one family. The last three are of another model; its prefill writes slowly, and
+    can be lost.
+    """
 
     single: Server
     prefill: Server
@@ -31,20 +35,25 @@ class Fleet(NamedTuple):
     failing: Server
     recomputing: Server
 
+    @property
+    def slow_bytes_per_s(self) -> float:
+        return next(
+            rate for family, rate in SLOW_BYTES_PER_S.items() if family in self.slow_prefill.name
+        )
+
 
 @pytest.fixture(scope="session")
-def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """A tiny Llama's folder, by the seed of its weights."""
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A tiny model's folder, by the seed of its weights and its family."""
     if not (VENV / ".setup-done").exists() and not (VENV / "bin/vllm").exists():
         pytest.skip(f"no vLLM in {VENV}: `make vllm` installs it, where it can")
-    made: dict[int, Path] = {}
+    made: dict[tuple[int, str], Path] = {}
 
-    def model(seed: int) -> Path:
-        if seed not in made:
-            made[seed] = make_model(
-                "llama", tmp_path_factory.mktemp("models") / f"llama-{seed}", seed
-            )
-        return made[seed]
+    def model(seed: int, family: str = "llama") -> Path:
+        if (seed, family) not in made:
+            folder = tmp_path_factory.mktemp("models") / f"{family}-{seed}"
+            made[seed, family] = make_model(family, folder, seed)
+        return made[seed, family]
 
     return model
 
@@ -54,11 +63,15 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", params=SLOW_BYTES_PER_S)
 def fleet(
-    model_of: Callable[[int], Path], logs: Path, pytestconfig: pytest.Config
+    request: pytest.FixtureRequest,
+    model_of: Callable[..., Path],
+    logs: Path,
+    pytestconfig: pytest.Config,
 ) -> Iterator[Fleet]:
-    one, two = model_of(1), model_of(2)
+    family = request.param
+    one, two = model_of(1, family), model_of(2, family)
     found = Fleet(
         single=Server("single", one, logs),
         prefill=Server("prefill", one, logs, source_deadline_s=SOURCE_DEADLINE_S),
@@ -68,9 +81,9 @@ def fleet(
             "prefill",
             two,
             logs,
-            name="slow_prefill",
+            name=f"slow_prefill_{family}",
             lost_after_s=LOST_AFTER_S,
-            rate_limit_bytes_per_s=SLOW_BYTES_PER_S,
+            rate_limit_bytes_per_s=SLOW_BYTES_PER_S[family],
         ),
         failing=Server(
             "decode", two, logs, name="failing", policy="fail", lost_after_s=LOST_AFTER_S

@@ -32,7 +32,7 @@ _FEW_EXPERTS = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "shared_expert_intermediate_size": 64,
-    "decoder_sparse_step": 100,
+    "decoder_sparse_step": 1,
 }
 # The class of each family's configuration, and its fields.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -31,7 +31,6 @@ SPECS: dict[str, Any] = {
     "a window": vllm.SlidingWindowSpec(**SIZES, sliding_window=128),
     "a window of one token": vllm.SlidingWindowSpec(**SIZES, sliding_window=1),
     "states": vllm.MambaSpec(**STATES),
-    "states by block": vllm.MambaSpec(**STATES, mamba_cache_mode="all"),
     "states of drafts": vllm.MambaSpec(**STATES, num_speculative_blocks=2),
     "chunks": vllm.ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=128),
     "a window over answers": vllm.RSWASpec(**SIZES, rswa_window=128),

@@ -30,6 +30,19 @@ FROM_PREFILL = {
 }
 
 
+MOVED = (
+    "full",
+    "full, with a window",
+    "MLA",
+    "several layers",
+    "a window",
+    "full and a window",
+    "states and full",
+)
+of_one_family = pytest.mark.parametrize("fleet", ["llama"], indirect=True)
+
+
+@of_one_family
 @pytest.mark.parametrize(
     ("leg", "params", "field"),
     [
@@ -51,6 +64,7 @@ async def test_a_wrong_field_is_named(
     assert answer.status == 400 and f"kv_transfer_params: {field}" in answer.text, answer.text
 
 
+@of_one_family
 @pytest.mark.parametrize(
     ("prefill", "reason"), [("large_blocks", "64"), ("slow_prefill", "weights")]
 )
@@ -69,6 +83,7 @@ async def test_a_prefill_that_does_not_fit_is_refused(
         await eventually(partial(is_empty, session, server), f"{server.name} gives everything back")
 
 
+@of_one_family
 async def test_a_prefill_that_is_not_there_is_an_error_soon(session: Session, fleet: Fleet) -> None:
     params = await ask_prefill(session, fleet.prefill, PROMPT)
     answer = await ask(session, fleet.decode.url, PROMPT, 4, params | {"remote_port": 1})
@@ -76,13 +91,13 @@ async def test_a_prefill_that_is_not_there_is_an_error_soon(session: Session, fl
 
 
 def test_a_vllm_that_cannot_serve_says_why(
-    model_of: Callable[[int], Path], logs: Path, tmp_path: Path
+    model_of: Callable[..., Path], logs: Path, tmp_path: Path
 ) -> None:
     version = (
         "import sys, types\nsys.modules['vllm._version'] = types.ModuleType('vllm._version')\n"
     )
     version += (
-        "vars(sys.modules['vllm._version']).update(__version__='0.33.0', __version_tuple__=(0, 33, "
+        "vars(sys.modules['vllm._version']).update(__version__='0.34.0', __version_tuple__=(0, 34, "
         "0))\n"
     )
     (tmp_path / "sitecustomize.py").write_text(version)
@@ -103,7 +118,7 @@ def test_a_vllm_that_cannot_serve_says_why(
             ),
         ]
         said = (
-            "vLLM 0.32.x, and vLLM 0.33.0 is installed",
+            "vLLM 0.32 to 0.33, and vLLM 0.34.0 is installed",
             f"bootstrap_port of worker 0: the registry cannot listen on 127.0.0.1:{port}",
             "unknown field `bootstrap_prot`",
             "vLLM has switched chunked prefill and prefix caching off here",
@@ -122,7 +137,7 @@ def test_a_vllm_that_cannot_serve_says_why(
             stop_all(servers)
 
 
-def test_only_what_is_full_attention_itself_is_moved(model_of: Callable[[int], Path]) -> None:
+def test_only_what_is_known_is_moved(model_of: Callable[..., Path]) -> None:
     """By vLLM's own classes, and those that derive from what is moved."""
     model_of(1)  # skips where there is no vLLM
     root = Path(__file__).parents[2]
@@ -137,7 +152,8 @@ def test_only_what_is_full_attention_itself_is_moved(model_of: Callable[[int], P
     )
     assert found.returncode == 0, found.stderr
     refused = json.loads(found.stdout.splitlines()[-1])
-    for name in ("full", "full, with a window", "MLA", "several layers"):
+    for name in MOVED:
         assert refused.pop(name) is None
     assert all(refused.values()), refused
-    assert "causal" in refused["not causal"] and "SlidingWindowSpec" in refused["a window"]
+    assert "causal" in refused["not causal"] and "RSWASpec" in refused["a window over answers"]
+    assert "ChunkedLocalAttentionSpec" in refused["full and chunks"]

@@ -53,8 +53,8 @@ class DecodeScheduler:
     """Requests with `do_remote_prefill` whose load runs, and the blocks that wait for proof."""
 
     def __init__(self, groups: Groups, workers: int, *, recompute_below: int = 0) -> None:
-        """`workers` is the number of our workers. Worker n loads from prefill's worker n. Prompts of
-        fewer than `recompute_below` tokens are computed here.
+        """`workers` is the number of our workers. Worker n loads from prefill's worker n. This
+        engine computes prompts of fewer than `recompute_below` tokens itself.
         """
         self._groups, self._workers, self._least = groups, workers, recompute_below
         self._loads: dict[str, _Load] = {}

@@ -55,9 +55,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     long as prefill lives.
     """
     recompute_below_tokens: int = 0
-    """A decode computes prompts of fewer tokens itself, and fetches nothing for them. The time until
-    the first token of a short prompt may be shorter so.
-    """
+    """A decode computes prompts of fewer tokens itself, and fetches nothing for them."""
     lost_after_s: float = Timing().lost_after_s
     """The silence after which the other side counts as lost: requests fail, and their blocks wait
     for proof.

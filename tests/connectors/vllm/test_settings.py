@@ -95,5 +95,5 @@ def test_a_vllm_that_never_does_is_refused_in_one_line(mla: bool, kind: str) -> 
 
 
 def test_an_engine_whose_memory_may_go_is_refused() -> None:
-    with pytest.raises(MisuseError, match="--enable-sleep-mode: .* cannot prove"):
+    with pytest.raises(MisuseError, match=r"--enable-sleep-mode: .* cannot prove"):
         check_engine(config(chunks=True, prefixes=True, sleeps=True))

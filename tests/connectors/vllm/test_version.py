@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 import kvflow.connectors.vllm
-from kvflow.connectors.vllm.version import check_version, is_in_range
+from kvflow.connectors.vllm.version import is_in_range
 from kvflow.protocols.errors import MisuseError
 
 
