@@ -4,6 +4,7 @@ identical.
     make vllm ARGS="-k version"                                   # once: installs vLLM
     python tests/vllm/parity.py --requests 1000 --plane mooncake  # or local, nixl
     python tests/vllm/parity.py --family gemma3                   # or llama, qwen3_next, ...
+    python tests/vllm/parity.py --family qwen3_next --dtype bfloat16
     python tests/vllm/parity.py --family falcon_h1 --no-prefixes  # vLLM's Mamba 2 on CPUs needs it
     python tests/vllm/parity.py --shared 0.8                      # most share a beginning
     python tests/vllm/parity.py --blocks 260                      # so few that vLLM preempts
@@ -63,6 +64,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--blocks", type=int, default=0, help="of the KV caches of prefill and decode; 0: 1 GiB"
     )
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--no-prefixes", action="store_true", help="vLLM without its prefix cache")
     parser.add_argument(
         "--cut-off", type=float, default=0.0, help="share of the requests that is cut off"
@@ -197,7 +199,9 @@ def main() -> int:
         logs.mkdir(parents=True, exist_ok=True)
         model = make_model(options.family, Path(folder) / "model")
         few = ["--num-gpu-blocks-override", str(options.blocks)] if options.blocks else []
-        own = ["--no-enable-prefix-caching"] if options.no_prefixes else []
+        # The last of two equal options counts.
+        own = ["--dtype", options.dtype]
+        own += ["--no-enable-prefix-caching"] if options.no_prefixes else []
         few += own
         settings = {"transfer_backend": options.plane, "source_deadline_s": 10.0}
         prefill = Server("prefill", model, logs, *few, **settings)
