@@ -31,6 +31,7 @@ from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.read_groups import read_groups
 from kvflow.connectors.vllm.settings import Settings, check_engine
 from kvflow.connectors.vllm.stats import KvflowPromMetrics, KvflowStats
+from kvflow.connectors.vllm.widths import Place, served_by
 from kvflow.connectors.vllm.worker_sides import WorkerSides
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
@@ -63,15 +64,22 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._num_blocks = kv_cache_config.num_blocks
         parallel = vllm_config.parallel_config
         self._ranks: int = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
+        self._decode_workers = self._ranks
         self._prefill: PrefillScheduler | None = None
         self._decode: DecodeScheduler | None = None
         self._worker: WorkerSides | None = None
         self._segments: list[SharedSegment] = []
-        if self._settings.decode_workers not in (None, 1, self._ranks):
-            raise MisuseError(
-                f"kv_connector_extra_config: decode_workers {self._settings.decode_workers} is "
-                f"neither 1 nor the number of workers here, {self._ranks}"
+        config = self._kv_transfer_config
+        if config.is_kv_producer:
+            place = Place(
+                shards=parallel.tensor_parallel_size, stages=parallel.pipeline_parallel_size
             )
+            self._decode_workers = served_by(place, self._settings.decode_workers).workers
+            if config.is_kv_consumer and self._decode_workers != self._ranks:
+                raise MisuseError(
+                    f"kv_connector_extra_config: decode_workers {self._decode_workers}: an engine "
+                    f"with both roles has {self._ranks} in each"
+                )
         if role is KVConnectorRole.SCHEDULER:
             self._make_schedulers(parallel)
 
@@ -81,7 +89,7 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._settings.host,
                 self._bootstrap_port,
                 engine=self._kv_transfer_config.engine_id,
-                workers=self._settings.decode_workers or self._ranks,
+                workers=self._decode_workers,
                 tensor_parallel=parallel.tensor_parallel_size,
             )
             self._prefill = PrefillScheduler(self._groups, answer)
@@ -95,7 +103,8 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @property
     def _bootstrap_port(self) -> int:
         return self._settings.port_of_engine(
-            self._vllm_config.parallel_config.data_parallel_index, self._ranks
+            self._vllm_config.parallel_config.data_parallel_index,
+            max(self._ranks, self._decode_workers),
         )
 
     @classmethod

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvflow.connectors.vllm.groups import Groups
+from kvflow.connectors.vllm.groups import Group, Groups
 from kvflow.connectors.vllm.version import release
+from kvflow.connectors.vllm.widths import Heads
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.memory.streams import SpaceStreams
@@ -55,31 +56,19 @@ class _InSegment(TorchFunctionMode):
         return torch.frombuffer(self._found[0].memory, dtype=torch.int8, count=size)
 
 
-class Heads(NamedTuple):
-    """The K/V heads of a model whose layers are split over `shards` workers, as seen by worker
-    `shard`.
+class Share(NamedTuple):
+    """Which part of a model's cache a pool has, where the layers are divided among several workers.
 
-    `total` is the number of heads; it is 0 for MLA, whose cache is not split by heads. If there are
-    fewer heads than shards, or none, several shards hold the same part.
+    `held` are the heads in this worker, and `heads` those of them in the pool. `together` shards of
+    a prefill serve one worker of decode. `worker` names the worker, "worker 1 of 2", if only the
+    one with the same name has the same part; it is "" if the two sides have other numbers of
+    workers.
     """
 
-    total: int
-    shard: int
-    shards: int
-
-    def part(self, heads: int, axis: int) -> dict[str, int]:
-        """Return our part of a layer's cache, `heads` heads along `axis`, as fields of `Part`."""
-        if not self.total:
-            return {"replica": self.shard, "replicas": self.shards}
-        copies = max(1, heads * self.shards // self.total)
-        start, copy = divmod(self.shard, copies)
-        return {
-            "start": start * heads,
-            "whole": self.total,
-            "replica": copy,
-            "replicas": copies,
-            "axis": axis,
-        }
+    held: Heads
+    heads: Heads
+    together: int
+    worker: str
 
 
 Caches = Mapping[str, torch.Tensor]
@@ -127,28 +116,39 @@ def pool_over(
     layout: str,
     fingerprint: str,
     segment: SharedSegment | None,
-    heads: Heads | None = None,
+    share: Share | None = None,
 ) -> PagedPool:
     """Return a pool over `caches`, which has the tensors of each group (see `caches_of`). Those of
     attention are [blocks, heads, slots, width].
 
     The dimensions may be in any order in memory, but each block is contiguous. The spaces share
     their memory: vLLM gives a block to one group at a time. `layout` is a text with all other
-    properties that must be equal on both sides. `heads` is given if one decode worker holds the
-    parts of all of prefill's workers. Otherwise each worker has one counterpart.
+    properties that must be equal on both sides. Without `share`, this worker has the whole cache.
 
-    Raises: LayoutError.
+    Raises: LayoutError; MisuseError for a cache of which kvflow does not know the parts.
     """
     streams: list[dict[str, torch.Tensor]] = []
     parts: dict[str, dict[str, int]] = {}
+    formats: dict[str, str] = {}
     for group, tensors in zip(groups.groups, caches, strict=True):
         streams.append({})
         for name, cache in _distinct(tensors).items():
             # Dimensions in their order in memory, outermost first.
             order = sorted(range(1, cache.dim()), key=cache.stride, reverse=True)
-            streams[-1][name] = cache.permute(0, *order)
-            if heads is not None and group.space.page_size:
-                parts[name] = heads.part(cache.shape[1], order.index(1))
+            stream, formats[name] = cache.permute(0, *order), f"vLLM {release()} {layout}"
+            if share is not None:
+                if _has_heads(cache, group, share.held):
+                    axis = order.index(1)
+                    stream = _narrowed(stream, axis, share)
+                    parts[name] = share.heads.part(axis, share.together)
+                elif share.worker:
+                    formats[name] += f", {share.worker}"
+                else:
+                    raise MisuseError(
+                        f"decode_workers: kvflow does not know how {name} of "
+                        f"{group.space.name!r} is divided among workers: run as many at decode"
+                    )
+            streams[-1][name] = stream
     first, *more = (
         SpaceStreams({}, space.page_size, own, space.window)
         if space.page_size
@@ -161,11 +161,29 @@ def pool_over(
         per_page=first.per_page,
         window=first.window,
         spaces=dict(zip((group.space.name for group in groups.groups[1:]), more, strict=True)),
-        formats={name: f"vLLM {release()} {layout}" for own in streams for name in own},
+        formats=formats,
         fingerprint=fingerprint,
         segment=segment,
         parts=parts,
     )
+
+
+def _has_heads(cache: torch.Tensor, group: Group, held: Heads) -> bool:
+    """Return True if the parts of this cache are known: it has heads, or is MLA's."""
+    is_paged = bool(group.space.page_size)
+    return is_paged and (not held.total or (cache.dim() == 4 and cache.shape[1] == held.held))
+
+
+def _narrowed(stream: torch.Tensor, axis: int, share: Share) -> torch.Tensor:
+    """Return the heads that are in the pool. Raises: MisuseError if a block's are not together."""
+    if share.heads.held == share.held.held:
+        return stream
+    if axis:
+        raise MisuseError(
+            "decode_workers above --tensor-parallel-size: set VLLM_KV_CACHE_LAYOUT=HND on both "
+            "sides, so that the heads of a block lie one after the other"
+        )
+    return stream.narrow(1, share.heads.start - share.held.start, share.heads.held)
 
 
 def _distinct(tensors: Caches) -> dict[str, torch.Tensor]:

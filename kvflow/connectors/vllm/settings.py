@@ -32,10 +32,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ib_device: str = ""
     """RDMA device; empty for TCP."""
     decode_workers: int | None = None
-    """For a prefill with several workers (tensor or pipeline parallelism): the number of workers in
-    each of its decodes. With 1, decode's only worker holds the parts of all of prefill's workers.
-    With None, a decode has as many workers as prefill, and worker n holds the same part on both
-    sides.
+    """At a prefill: the number of workers (tensor times pipeline parallel) in each of its decodes,
+    if it is not that of prefill: a divisor or a multiple of prefill's tensor parallel size. With
+    None, worker n holds the same part on both sides.
     """
     verify_transfers: bool = False
     """Send a checksum with every chunk. Set it on both sides."""

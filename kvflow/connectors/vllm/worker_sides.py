@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -15,17 +15,19 @@ from kvflow.connectors.vllm.decode_worker import DecodeWorker
 from kvflow.connectors.vllm.groups import Groups
 from kvflow.connectors.vllm.memory import (
     Caches,
-    Heads,
+    Share,
     caches_of,
     model_fingerprint,
     pool_over,
 )
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
+from kvflow.connectors.vllm.prefill_workers import PrefillWorkers
 from kvflow.connectors.vllm.self_test import check_moves
 from kvflow.connectors.vllm.settings import Settings
 from kvflow.connectors.vllm.status import StatusServer
 from kvflow.connectors.vllm.transfers import Transfers
+from kvflow.connectors.vllm.widths import Heads, Place, Served, served_by
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
@@ -45,13 +47,13 @@ class WorkerSides:
 
     def __init__(
         self,
-        prefill: PrefillWorker | None,
+        prefill: PrefillWorkers | None,
         decode: DecodeWorker | None,
-        status: StatusServer,
         transfers: Transfers,
         wake: threading.Event,
     ) -> None:
-        self._prefill, self._decode, self._status = prefill, decode, status
+        self._prefill, self._decode = prefill, decode
+        self._statuses: list[StatusServer] = []
         self._transfers, self._wake = transfers, wake
 
     @classmethod
@@ -70,53 +72,78 @@ class WorkerSides:
 
         `bootstrap_port` is the registry port of this engine's rank 0. Raises: KvflowError.
         """
-        config, place = vllm_config.kv_transfer_config, _place(vllm_config, settings)
+        config, place = vllm_config.kv_transfer_config, _place()
         caches = caches_of(kv_caches, groups, num_blocks)
-        pool = _pool(vllm_config, settings, place, caches, groups, segment)
+        make_pool = partial(_pool, vllm_config, settings, place, caches, groups, segment)
+        served = served_by(place, settings.decode_workers if config.is_kv_producer else None)
+        pools = [make_pool(served, number) for number in range(served.serves)]
+        # A pool with some of the heads does not move whole blocks.
+        tested = pools[0] if len(pools) == 1 else make_pool(Served(place.ranks, place.rank), 0)
         for space, tensors in enumerate(caches):
-            check_moves(tensors, pool, num_blocks, space)
+            check_moves(tensors, tested, num_blocks, space)
         wake = threading.Event()
-        engine = vllm_config.parallel_config.data_parallel_index
-        transfers = Transfers(f"{engine}.{place.rank}")
-        options = _options(settings, ExternalPages(pool.layout.num_places))
+        transfers = Transfers(f"{vllm_config.parallel_config.data_parallel_index}.{place.rank}")
         prefill = decode = None
         if config.is_kv_producer:
-            named = options | _names(vllm_config.model_config, place)
-            prefill = PrefillWorker(
-                _prefill_thread(pool, settings, named),
-                transfers,
-                wake.set,
-                source_deadline_s=settings.source_deadline_s,
+            named = _names(vllm_config.model_config, served)
+            prefill = PrefillWorkers(
+                [
+                    PrefillWorker(
+                        _prefill_thread(pool, settings, _options(settings, pool) | named),
+                        transfers,
+                        wake.set,
+                        source_deadline_s=settings.source_deadline_s,
+                    )
+                    for pool in pools
+                ]
             )
             prefill.start()
         if config.is_kv_consumer:
+            # Both roles of one worker share a count of the uses of its blocks.
+            pages = None if prefill is None else prefill.sides[0].thread.pages
             decode = DecodeWorker(
-                _decode_thread(pool, settings, segment, options),
+                _decode_thread(pools[0], settings, segment, _options(settings, pools[0], pages)),
                 transfers,
                 wake.set,
                 rank=place.rank,
                 load_deadline_s=settings.load_deadline_s,
             )
             decode.start()
-        status = StatusServer(
-            None if prefill is None else prefill.thread,
-            None if decode is None else decode.thread,
-            engine=config.engine_id,
-            dp_rank=engine,
-        )
-        sides = cls(prefill, decode, status, transfers, wake)
-        name = "status_port" if prefill is None else "bootstrap_port"
+        sides = cls(prefill, decode, transfers, wake)
         try:
-            if port := settings.status_port if prefill is None else bootstrap_port:
-                status.start(settings.host, port + place.rank, settings.api_key)
-                if place.rank and place.is_joined:
-                    status.join(registry_address(settings.host, port), settings.api_key)
+            sides._serve(vllm_config, settings, place, served, bootstrap_port)
         except MisuseError as error:
             sides.close()
+            name = "status_port" if prefill is None else "bootstrap_port"
             where = f"kv_connector_extra_config: {name} of worker {place.rank}"
             raise MisuseError(f"{where}: {error}") from None
-        log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
+        for pool in pools:
+            log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
         return sides
+
+    def _serve(
+        self, vllm_config: Any, settings: Settings, place: Place, served: Served, port: int
+    ) -> None:
+        """Start the status servers: one for each node of prefill, or one for decode's. `port` is
+        prefill's registry port of worker 0. Raises: MisuseError if a port cannot be bound.
+        """
+        nodes = [None] if self._prefill is None else [side.thread for side in self._prefill.sides]
+        for number, node in enumerate(nodes):
+            status = StatusServer(
+                node,
+                None if self._decode is None or number else self._decode.thread,
+                engine=vllm_config.kv_transfer_config.engine_id,
+                dp_rank=vllm_config.parallel_config.data_parallel_index,
+            )
+            self._statuses.append(status)
+            own = settings.status_port and settings.status_port + place.rank
+            if node is not None:
+                own = port + served.port_offset(number)
+            if own:
+                status.start(settings.host, own, settings.api_key)
+                if not served.is_leader:
+                    leader = registry_address(settings.host, port + served.first)
+                    status.join(leader, settings.api_key)
 
     def begin(self, meta: StepMeta) -> None:
         self._wake.clear()
@@ -133,7 +160,7 @@ class WorkerSides:
         if self._prefill is None or not meta.computed:
             return
         # The device may still be writing the step's blocks, and a data plane does not wait for it.
-        if not self._prefill.thread.pool.on_host:
+        if not self._prefill.on_host:
             torch.accelerator.synchronize()
         self._prefill.computed(meta)
 
@@ -162,75 +189,72 @@ class WorkerSides:
         return self._transfers.take()
 
     def close(self) -> None:
-        self._status.close()
+        for status in self._statuses:
+            status.close()
         for side in (self._prefill, self._decode):
             if side is not None:
                 side.close()
 
 
-def _names(model_config: Any, place: _Place) -> dict[str, Any]:
-    served = model_config.served_model_name
-    model = served[0] if isinstance(served, list) else served or model_config.model
+def _names(model_config: Any, served: Served) -> dict[str, Any]:
+    names = model_config.served_model_name
+    model = names[0] if isinstance(names, list) else names or model_config.model
     named: dict[str, Any] = {"model": str(model)}
-    if place.is_joined:
-        named |= {"rank": place.rank, "world_size": place.ranks}
+    if served.size > 1:
+        named |= {"rank": served.rank, "world_size": served.size}
     return named
 
 
-class _Place(NamedTuple):
-    """The position of this worker in its engine: number `rank` of `ranks`.
-
-    `is_joined` is True at a prefill that has several workers if each of its decodes has only one.
-    That worker then holds the parts of all of prefill's workers.
-    """
-
-    rank: int
-    ranks: int
-    is_joined: bool
-
-
-def _place(vllm_config: Any, settings: Settings) -> _Place:
+def _place() -> Place:
     tensor, pipeline = get_tp_group(), get_pp_group()
-    rank = pipeline.rank_in_group * tensor.world_size + tensor.rank_in_group
-    ranks = tensor.world_size * pipeline.world_size
-    is_producer = vllm_config.kv_transfer_config.is_kv_producer
-    return _Place(rank, ranks, is_producer and settings.decode_workers == 1 and ranks > 1)
+    return Place(
+        tensor.rank_in_group, tensor.world_size, pipeline.rank_in_group, pipeline.world_size
+    )
 
 
 def _pool(
     vllm_config: Any,
     settings: Settings,
-    place: _Place,
+    place: Place,
     caches: Sequence[Caches],
     groups: Groups,
     segment: SharedSegment | None,
+    served: Served,
+    number: int,
 ) -> PagedPool:
+    """Return the pool for worker `number` of those of decode that this worker serves."""
     cache = vllm_config.cache_config
-    layout = (
-        f"{next(iter(caches[0].values())).device.type} {cache.get_resolved_kv_cache_layout().name}"
-    )
-    # Only the worker with the same number on the other side has the same part.
-    if place.ranks > 1 and not place.is_joined:
-        layout += f", worker {place.rank} of {place.ranks}"
+    device = next(iter(caches[0].values())).device.type
     return pool_over(
         caches,
         groups,
-        layout=layout,
-        heads=_heads(vllm_config.model_config) if place.is_joined else None,
+        layout=f"{device} {cache.get_resolved_kv_cache_layout().name}",
+        share=_share(vllm_config.model_config, place, served, number),
         fingerprint=settings.fingerprint
         or model_fingerprint(vllm_config.model_config, cache.cache_dtype),
         segment=segment,
     )
 
 
-def _heads(model_config: Any) -> Heads:
+def _share(model_config: Any, place: Place, served: Served, number: int) -> Share | None:
+    is_alike = served.workers == place.ranks
+    if is_alike and place.ranks == 1:
+        return None
     total = 0 if model_config.use_mla else model_config.get_total_num_kv_heads()
-    return Heads(total, get_tp_group().rank_in_group, get_tp_group().world_size)
+    held = Heads(total, place.shard, place.shards)
+    return Share(
+        held,
+        held.divided(served.serves, number),
+        served.size // place.stages or 1,
+        f"worker {place.rank} of {place.ranks}" if is_alike else "",
+    )
 
 
-def _options(settings: Settings, pages: ExternalPages) -> dict[str, Any]:
+def _options(
+    settings: Settings, pool: PagedPool, pages: ExternalPages | None = None
+) -> dict[str, Any]:
     return {
-        "pages": pages,
+        "pages": pages or ExternalPages(pool.layout.num_places),
         "host": settings.host,
         "timing": settings.timing,
         "bounds": settings.bounds,
