@@ -6,6 +6,7 @@ identical.
     python tests/vllm/parity.py --family gemma3                   # or llama, qwen3_next, ...
     python tests/vllm/parity.py --family qwen3_next --dtype bfloat16
     python tests/vllm/parity.py --family falcon_h1 --no-prefixes  # vLLM's Mamba 2 on CPUs needs it
+    python tests/vllm/parity.py --prefill-tp 1 --decode-tp 2      # or any other two
     python tests/vllm/parity.py --shared 0.8                      # most share a beginning
     python tests/vllm/parity.py --blocks 260                      # so few that vLLM preempts
     python tests/vllm/parity.py --requests 500 --cut-off 0.3      # 30 % are cut off
@@ -65,6 +66,8 @@ def read_arguments() -> argparse.Namespace:
         "--blocks", type=int, default=0, help="of the KV caches of prefill and decode; 0: 1 GiB"
     )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--prefill-tp", type=int, default=1, help="workers of prefill")
+    parser.add_argument("--decode-tp", type=int, default=1, help="workers of decode")
     parser.add_argument("--no-prefixes", action="store_true", help="vLLM without its prefix cache")
     parser.add_argument(
         "--cut-off", type=float, default=0.0, help="share of the requests that is cut off"
@@ -204,8 +207,20 @@ def main() -> int:
         own += ["--no-enable-prefix-caching"] if options.no_prefixes else []
         few += own
         settings = {"transfer_backend": options.plane, "source_deadline_s": 10.0}
-        prefill = Server("prefill", model, logs, *few, **settings)
-        decode = Server("decode", model, logs, *few, **settings)
+        both = [
+            ["--tensor-parallel-size", str(count)]
+            for count in (options.prefill_tp, options.decode_tp)
+        ]
+        prefill = Server(
+            "prefill",
+            model,
+            logs,
+            *few,
+            *both[0],
+            decode_workers=options.decode_tp,
+            **settings,
+        )
+        decode = Server("decode", model, logs, *few, *both[1], **settings)
         single = Server("single", model, logs, *own)
         servers = [prefill, decode, single]
         try:

@@ -79,7 +79,9 @@ def prefill_nodes(
         cache.fill()
         for number in range(served.serves):
             share = Share(held, held.divided(served.serves, number), served.size, "")
-            alone = {} if served.size == 1 else {"rank": served.rank, "world_size": served.size}
+            alone: dict[str, Any] = (
+                {} if served.size == 1 else {"rank": served.rank, "world_size": served.size}
+            )
             node = kvflow.PrefillThread(cache.pool(share), "local", **alone)
             node.start()
             stack.callback(node.close)
