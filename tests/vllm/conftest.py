@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
@@ -16,10 +16,27 @@ from tests.vllm.servers import VENV, Server
 
 SOURCE_DEADLINE_S = 5.0
 LOST_AFTER_S = 4.5  # with 2 s a loaded machine has been taken for a lost peer
-# The families with one group of full attention, with windows and with states, and the rate of the
-# slow prefill: a prompt takes as long in each.
-SLOW_BYTES_PER_S = {"llama": 1e6, "gemma3": 0.25e6, "qwen3_next": 0.25e6}
+SLOW_BYTES_PER_S = 1e6
 _FLEET = pytest.StashKey["Fleet"]()
+
+
+class Family(NamedTuple):
+    """What the tests must know of a family: how many layers keep all tokens, of 1,024 bytes each,
+    and options of its servers.
+    """
+
+    layers: int
+    words: tuple[str, ...] = ()
+
+
+# Full attention; sliding windows beside it; states beside it. On CPUs, vLLM 0.32 computes Mamba 2
+# without its prefix cache only.
+FAMILIES = {
+    "llama": Family(4),
+    "gemma3": Family(1),
+    "granite_hybrid": Family(1, ("--no-enable-prefix-caching",)),
+}
+with_prefix_cache = pytest.mark.parametrize("fleet", ["llama", "gemma3"], indirect=True)
 
 
 class Fleet(NamedTuple):
@@ -27,6 +44,7 @@ class Fleet(NamedTuple):
     can be lost.
     """
 
+    family: Family
     single: Server
     prefill: Server
     decode: Server
@@ -36,10 +54,13 @@ class Fleet(NamedTuple):
     recomputing: Server
 
     @property
-    def slow_bytes_per_s(self) -> float:
-        return next(
-            rate for family, rate in SLOW_BYTES_PER_S.items() if family in self.slow_prefill.name
-        )
+    def servers(self) -> tuple[Server, ...]:
+        return self[1:]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV cache of full attention."""
+        return 1024 * self.family.layers
 
 
 @pytest.fixture(scope="session")
@@ -63,41 +84,37 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-@pytest.fixture(scope="session", params=SLOW_BYTES_PER_S)
+@pytest.fixture(scope="session", params=FAMILIES)
 def fleet(
     request: pytest.FixtureRequest,
     model_of: Callable[..., Path],
     logs: Path,
     pytestconfig: pytest.Config,
 ) -> Iterator[Fleet]:
-    family = request.param
-    one, two = model_of(1, family), model_of(2, family)
+    name, family = request.param, FAMILIES[request.param]
+    one, two = model_of(1, name), model_of(2, name)
+
+    def server(role: str, model: Path, called: str = "", **options: Any) -> Server:
+        return Server(role, model, logs, *family.words, name=f"{called or role}-{name}", **options)
+
+    rate = SLOW_BYTES_PER_S * family.layers / FAMILIES["llama"].layers
+    slow: dict[str, Any] = {"lost_after_s": LOST_AFTER_S}
     found = Fleet(
-        single=Server("single", one, logs),
-        prefill=Server("prefill", one, logs, source_deadline_s=SOURCE_DEADLINE_S),
-        decode=Server("decode", one, logs),
-        large_blocks=Server("prefill", one, logs, name="large_blocks", block_size=64),
-        slow_prefill=Server(
-            "prefill",
-            two,
-            logs,
-            name=f"slow_prefill_{family}",
-            lost_after_s=LOST_AFTER_S,
-            rate_limit_bytes_per_s=SLOW_BYTES_PER_S[family],
-        ),
-        failing=Server(
-            "decode", two, logs, name="failing", policy="fail", lost_after_s=LOST_AFTER_S
-        ),
-        recomputing=Server(
-            "decode", two, logs, name="recomputing", policy="recompute", lost_after_s=LOST_AFTER_S
-        ),
+        family,
+        single=server("single", one),
+        prefill=server("prefill", one, source_deadline_s=SOURCE_DEADLINE_S),
+        decode=server("decode", one),
+        large_blocks=server("prefill", one, "large_blocks", block_size=64),
+        slow_prefill=server("prefill", two, "slow", rate_limit_bytes_per_s=rate, **slow),
+        failing=server("decode", two, "failing", policy="fail", **slow),
+        recomputing=server("decode", two, "recomputing", policy="recompute", **slow),
     )
     pytestconfig.stash[_FLEET] = found
     try:
-        start_all(found)
+        start_all(found.servers)
         yield found
     finally:
-        stop_all(found)
+        stop_all(found.servers)
 
 
 @pytest.fixture
@@ -112,6 +129,7 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
-        for server in item.config.stash.get(_FLEET, ()):
+        fleet = item.config.stash.get(_FLEET, None)
+        for server in fleet.servers if fleet is not None else ():
             report.sections.append((f"end of {server.log}", server.tail()))
     return report

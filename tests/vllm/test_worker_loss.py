@@ -13,7 +13,7 @@ import pytest
 
 from tests.engines import Prompt, eventually, random_prompt
 from tests.vllm.asking import BothLegs, ask, is_empty, measure
-from tests.vllm.conftest import LOST_AFTER_S, Fleet
+from tests.vllm.conftest import LOST_AFTER_S, SLOW_BYTES_PER_S, Fleet
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
 Session = aiohttp.ClientSession
@@ -111,9 +111,8 @@ async def test_a_killed_worker_is_an_error_or_computed_again(
     caught = Caught(fleet, seed + 2)
     await caught.start(session)
     fleet.slow_prefill.worker.send_signal(signal.SIGKILL)
-    # Sooner than the writes would have taken, at 1,024 bytes for a token in a layer that keeps it.
-    layers = 4 if "llama" in fleet.slow_prefill.name else 1
-    await caught.assert_told(LENGTH * 1024 * layers * 3 / fleet.slow_bytes_per_s)
+    # Sooner than the writes would have taken.
+    await caught.assert_told(LENGTH * 4096 * 3 / SLOW_BYTES_PER_S)
     await caught.end()
     for server in (fleet.failing, fleet.recomputing):
         await eventually(partial(is_empty, session, server), f"{server.name} has its blocks back")
