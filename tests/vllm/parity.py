@@ -136,7 +136,8 @@ class Run:
             return ours.text
         if ours.tokens == theirs.tokens:
             return "identical"
-        if await is_tie(self.session, self.single, prompt, ours.tokens, theirs.tokens):
+        tokens = ours.tokens, theirs.tokens
+        if await is_tie(self.session, self.single, prompt, *tokens, self.options.dtype):
             return "tie"
         print(f"{len(prompt)} tokens: differ\n  {ours.tokens}\n  {theirs.tokens}")
         return "different"
