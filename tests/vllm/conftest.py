@@ -12,7 +12,7 @@ import pytest
 from tests.engines import start_all, stop_all
 from tests.vllm.asking import new_session
 from tests.vllm.models import make_model
-from tests.vllm.servers import VENV, Server
+from tests.vllm.servers import BLOCK, VENV, Server
 
 SOURCE_DEADLINE_S = 5.0
 LOST_AFTER_S = 4.5  # with 2 s a loaded machine has been taken for a lost peer
@@ -22,11 +22,12 @@ _FLEET = pytest.StashKey["Fleet"]()
 
 class Family(NamedTuple):
     """What the tests must know of a family: how many layers keep all tokens, of 1,024 bytes each,
-    and options of its servers.
+    options of its servers, and the tokens in a block. With states, vLLM chooses them.
     """
 
     layers: int
     words: tuple[str, ...] = ()
+    block: int = BLOCK
 
 
 # Full attention; sliding windows beside it; states beside it. On CPUs, vLLM 0.32 computes Mamba 2
@@ -34,7 +35,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family(4),
     "gemma3": Family(1),
-    "granite_hybrid": Family(1, ("--no-enable-prefix-caching",)),
+    "granite_hybrid": Family(1, ("--no-enable-prefix-caching",), 96),
 }
 with_prefix_cache = pytest.mark.parametrize("fleet", ["llama", "gemma3"], indirect=True)
 

@@ -86,9 +86,10 @@ async def test_a_frozen_worker_keeps_blocks_in_quarantine_until_it_goes_on(
                 await ask(session, server.url, [5, 6, 7], 1)
             async with session.get(f"{server.status_url}/health") as answer:
                 health = await answer.json()
-            assert health["quarantined_blocks"] >= count * (LENGTH // 32), health
+            blocks = count * (LENGTH // fleet.family.block)
+            assert health["quarantined_blocks"] >= blocks, health
             await eventually(
-                partial(is_held, session, server.url, count), "vLLM's own metric says so"
+                partial(is_held, session, server.url, blocks), "vLLM's own metric says so"
             )
     finally:
         worker.send_signal(signal.SIGCONT)
@@ -100,8 +101,8 @@ async def test_a_frozen_worker_keeps_blocks_in_quarantine_until_it_goes_on(
     assert again.tokens == (await ask(session, fleet.recomputing.url, prompt, COUNT)).tokens
 
 
-async def is_held(session: Session, url: str, prompts: int) -> bool:
-    return await measure(session, url, QUARANTINE) >= prompts * (LENGTH // 32)
+async def is_held(session: Session, url: str, blocks: int) -> bool:
+    return await measure(session, url, QUARANTINE) >= blocks
 
 
 async def test_a_killed_worker_is_an_error_or_computed_again(

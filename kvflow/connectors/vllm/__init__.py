@@ -45,6 +45,9 @@ def __getattr__(name: str) -> Any:
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     check_version()
+    from kvflow.connectors.vllm.signatures import check_signatures
+
+    check_signatures()
     from kvflow.connectors.vllm.connector import KvflowConnector
 
     return KvflowConnector

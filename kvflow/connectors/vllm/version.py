@@ -33,9 +33,7 @@ def is_in_range() -> bool:
 
 
 def check_version() -> None:
-    """Check that the installed vLLM is one of the range, and has the interface that the connector
-    uses. Raises: MisuseError naming the version, or the first part that differs.
-    """
+    """Check that the installed vLLM is one of the range. Raises: MisuseError naming both."""
     if not is_in_range():
         first, last = (".".join(map(str, version)) for version in (FIRST, LAST))
         after = f"{LAST[0]}.{LAST[1] + 1}"
@@ -43,9 +41,6 @@ def check_version() -> None:
             f"this kvflow has a connector for vLLM {first} to {last}, and vLLM {installed()} is "
             f"installed: install 'vllm>={first},<{after}', or a kvflow that names this version"
         )
-    from kvflow.connectors.vllm.signatures import check_signatures
-
-    check_signatures()
 
 
 def _release() -> tuple[int, int]:
