@@ -37,7 +37,9 @@ FAMILIES = {
     "gemma3": Family(1),
     "granite_hybrid": Family(1, ("--no-enable-prefix-caching",), 96),
 }
-with_prefix_cache = pytest.mark.parametrize("fleet", ["llama", "gemma3"], indirect=True)
+# A prompt that was loaded is found again in the prefix cache where all of its blocks came. Of a
+# window came too few: the next request reads more tokens before the last block.
+finds_loaded_prompts = pytest.mark.parametrize("fleet", ["llama"], indirect=True)
 
 
 class Fleet(NamedTuple):
@@ -57,6 +59,11 @@ class Fleet(NamedTuple):
     @property
     def servers(self) -> tuple[Server, ...]:
         return self[1:]
+
+    @property
+    def least_tokens(self) -> int:
+        """Of a prompt that travels."""
+        return 1 if self.family is FAMILIES["llama"] else 2
 
     @property
     def token_bytes(self) -> int:

@@ -26,7 +26,7 @@ from tests.vllm.asking import (
     one_after_the_other,
     random_prompts,
 )
-from tests.vllm.conftest import Fleet, with_prefix_cache
+from tests.vllm.conftest import Fleet, finds_loaded_prompts
 from tests.vllm.servers import BLOCK, MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
@@ -87,7 +87,9 @@ async def test_greedy_answers_through_the_router_are_those_of_one_vllm(
             return tokens
 
         got = await at_once(8, [partial(complete, p) for p in prompts])
-        assert not await measure(session, url, "kvflow_router_decoded_alone_total")
+        # One prompt has a single token.
+        alone = await measure(session, url, "kvflow_router_decoded_alone_total")
+        assert alone <= sum(len(prompt) < fleet.least_tokens for prompt in prompts)
     await assert_same(session, fleet, prompts, got)
     # They share beginnings, which decode has from the first on; most of the rest has to come from
     # prefill.
@@ -98,7 +100,7 @@ async def test_greedy_answers_through_the_router_are_those_of_one_vllm(
         assert moved < pages * BLOCK * fleet.token_bytes
 
 
-@with_prefix_cache
+@finds_loaded_prompts
 async def test_a_prompt_that_decode_has_cached_moves_nothing(
     session: Session, fleet: Fleet, seed: int
 ) -> None:

@@ -45,16 +45,13 @@ log = logging.getLogger("vllm.kvflow")
 class WorkerSides:
     """The sides of one worker. Only vLLM's thread calls the methods."""
 
-    def __init__(
-        self,
-        prefill: PrefillWorkers | None,
-        decode: DecodeWorker | None,
-        transfers: Transfers,
-        wake: threading.Event,
-    ) -> None:
-        self._prefill, self._decode = prefill, decode
+    def __init__(self, vllm_config: Any, place: Place) -> None:
+        """Use `start` instead."""
+        engine = vllm_config.parallel_config.data_parallel_index
+        self._transfers, self._wake = Transfers(f"{engine}.{place.rank}"), threading.Event()
+        self._prefill: PrefillWorkers | None = None
+        self._decode: DecodeWorker | None = None
         self._statuses: list[StatusServer] = []
-        self._transfers, self._wake = transfers, wake
 
     @classmethod
     def start(
@@ -81,45 +78,50 @@ class WorkerSides:
         tested = pools[0] if len(pools) == 1 else make_pool(Served(place.ranks, place.rank), 0)
         for space, tensors in enumerate(caches):
             check_moves(tensors, tested, num_blocks, space)
-        wake = threading.Event()
-        transfers = Transfers(f"{vllm_config.parallel_config.data_parallel_index}.{place.rank}")
-        prefill = decode = None
+        sides = cls(vllm_config, place)
         if config.is_kv_producer:
-            named = _names(vllm_config.model_config, served)
-            prefill = PrefillWorkers(
-                [
-                    PrefillWorker(
-                        _prefill_thread(pool, settings, _options(settings, pool) | named),
-                        transfers,
-                        wake.set,
-                        source_deadline_s=settings.source_deadline_s,
-                    )
-                    for pool in pools
-                ]
-            )
-            prefill.start()
+            sides._start_prefill(pools, settings, _names(vllm_config.model_config, served))
         if config.is_kv_consumer:
-            # Both roles of one worker share a count of the uses of its blocks.
-            pages = None if prefill is None else prefill.sides[0].thread.pages
-            decode = DecodeWorker(
-                _decode_thread(pools[0], settings, segment, _options(settings, pools[0], pages)),
-                transfers,
-                wake.set,
-                rank=place.rank,
-                load_deadline_s=settings.load_deadline_s,
-            )
-            decode.start()
-        sides = cls(prefill, decode, transfers, wake)
+            sides._start_decode(pools[0], settings, segment, place)
         try:
             sides._serve(vllm_config, settings, place, served, bootstrap_port)
         except MisuseError as error:
             sides.close()
-            name = "status_port" if prefill is None else "bootstrap_port"
+            name = "bootstrap_port" if config.is_kv_producer else "status_port"
             where = f"kv_connector_extra_config: {name} of worker {place.rank}"
             raise MisuseError(f"{where}: {error}") from None
         for pool in pools:
             log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
         return sides
+
+    def _start_prefill(
+        self, pools: Sequence[PagedPool], settings: Settings, names: Mapping[str, Any]
+    ) -> None:
+        sides = [
+            PrefillWorker(
+                _prefill_thread(pool, settings, {**_options(settings, pool), **names}),
+                self._transfers,
+                self._wake.set,
+                source_deadline_s=settings.source_deadline_s,
+            )
+            for pool in pools
+        ]
+        self._prefill = PrefillWorkers(sides)
+        self._prefill.start()
+
+    def _start_decode(
+        self, pool: PagedPool, settings: Settings, segment: SharedSegment | None, place: Place
+    ) -> None:
+        # Both roles of one worker share a count of the uses of its blocks.
+        pages = None if self._prefill is None else self._prefill.sides[0].thread.pages
+        self._decode = DecodeWorker(
+            _decode_thread(pool, settings, segment, _options(settings, pool, pages)),
+            self._transfers,
+            self._wake.set,
+            rank=place.rank,
+            load_deadline_s=settings.load_deadline_s,
+        )
+        self._decode.start()
 
     def _serve(
         self, vllm_config: Any, settings: Settings, place: Place, served: Served, port: int
