@@ -11,7 +11,7 @@ import kvflow
 from kvflow.connectors.vllm import decode_worker
 from kvflow.connectors.vllm.messages import Computed, Offer
 from kvflow.protocols.errors import Cause, Code
-from tests.connectors.vllm.worker_pair import NAME, ROOM, Pair, pair
+from tests.connectors.vllm.worker_pair import MANY_GROUPS, NAME, PROMPT, ROOM, Pair, pair
 
 
 def fail_at_prefill(each: Pair) -> None:
@@ -295,3 +295,26 @@ def test_blocks_held_for_another_worker_are_not_held_for_this_one() -> None:
         assert not each.received
         each.step_decode(held={NAME: {0, 1}})
         assert each.received == each.failed == {NAME: 1}
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_decode_needs_no_state_of_a_prompt_that_it_computes(is_announced: bool) -> None:
+    """An empty offer ends such a room, and neither side calls it a failure."""
+    with pair(groups=MANY_GROUPS) as each:
+        each.step_prefill(sources=[each.source()])
+        each.offer(Offer((), len(PROMPT)), is_announced=is_announced)
+        each.step_prefill(finished={NAME: False})
+        each.ends("sent")
+        for side in (each.prefill, each.decode):
+            assert not (side.stats.take() or {"failed": {}})["failed"]
+
+
+def test_blocks_that_vllm_lacks_fail_the_load() -> None:
+    refusal = Cause(Code.CAPACITY, "vLLM lacks blocks of 'window'")
+    with pair() as each:
+        each.step_prefill(sources=[each.source()])
+        each.offer(Offer([[9, 4]], 0, refusal), is_announced=True)
+        each.hold()
+        each.step_prefill(finished={NAME: True})
+        each.ends("sent received failed")
+        assert each.causes[NAME].text == refusal.text

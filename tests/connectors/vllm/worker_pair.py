@@ -278,6 +278,7 @@ def pair(
     source_deadline_s: float = 30.0,
     load_deadline_s: float | None = None,
     lost_after_s: float = 60.0,
+    groups: Groups | None = None,
 ) -> Iterator[Pair]:
     """Prefill's page p holds p + 1. At the end both are at rest.
 
@@ -286,8 +287,9 @@ def pair(
     """
     wake, gate = threading.Event(), Gate()
     timing = Timing(lost_after_s=lost_after_s, heartbeat_s=min(1.0, lost_after_s / 4))
-    prefill = new_prefill(0, gate, wake, timing, source_deadline_s)
-    decode = new_decode(0, wake, timing, load_deadline_s)
+    pools = [None if groups is None else pool_of(groups) for _ in range(2)]
+    prefill = new_prefill(0, gate, wake, timing, source_deadline_s, pools[0])
+    decode = new_decode(0, wake, timing, load_deadline_s, pools[1])
     prefill.start()
     decode.start()
     found = Pair(prefill, decode, wake, gate)
