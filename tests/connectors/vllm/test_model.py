@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvflow.connectors.vllm import prefill_worker
+from kvflow.connectors.vllm import prefill_scheduler, prefill_worker
 from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvflow.connectors.vllm.decode_worker import DecodeWorker
 from kvflow.connectors.vllm.groups import Groups
@@ -24,6 +24,7 @@ from kvflow.connectors.vllm.prefill_scheduler import PrefillScheduler
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.node.threads.rooms import PrefillThreadRoom
 from kvflow.protocols.limits import Timing
+from kvflow.protocols.pages.layout import Space
 from tests.connectors.vllm.vllm_rules import DecodeEngine, Engine, PrefillEngine, Request
 from tests.connectors.vllm.worker_pair import (
     FULL,
@@ -331,6 +332,40 @@ def _prefill_tells_before_it_has_begun(patch: pytest.MonkeyPatch) -> None:
             begun(source.room)
 
     patch.setattr(PrefillWorker, "_open", opens)
+
+
+def _prefill_computes_the_last_token(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(prefill_scheduler, "_end_before_last_token", lambda request: None)
+
+
+def _a_window_that_is_too_small(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Space,
+        "wanted",
+        lambda self, tokens, prefix=0: max(
+            0, WANTED(self, tokens, prefix) - bool(self.window and tokens > self.window)
+        ),
+    )
+
+
+WANTED = Space.wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plant",
+    [_prefill_computes_the_last_token, _a_window_that_is_too_small],
+    ids=lambda plant: plant.__name__.strip("_"),
+)
+def test_a_plant_that_moves_too_little_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="wrong bytes"):
+        plant(patch)
+        for seed in range(20):
+            with game(seed, groups=MANY_GROUPS) as found:
+                found.patience_s = 2.0
+                found.play()
 
 
 PLANTS = [
