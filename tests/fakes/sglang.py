@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Callable
 from enum import Enum, StrEnum
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from aiohttp import web
@@ -44,6 +44,15 @@ class KVTransferError(Exception):
     def __init__(self, bootstrap_room: int, failure_reason: str) -> None:
         super().__init__(failure_reason)
         self.bootstrap_room, self.failure_reason = bootstrap_room, failure_reason
+
+
+class NetworkAddress(NamedTuple):
+    host: str
+    port: int
+
+    def to_host_port_str(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
 
 
 class Socket:
@@ -155,6 +164,11 @@ class Queue:
     def _made(self, request: Any, *args: Any) -> Any:
         return self._make()
 
+    def _added(self, request: Any, *args: Any) -> None:
+        """It refuses a request that has a reason to end already."""
+        if request.to_finish is None:
+            self.queue.append(request)
+
     def _popped(self) -> list[Any]:
         return list(self.queue)
 
@@ -165,6 +179,7 @@ class Queue:
 def new_modules(version: str) -> dict[str, ModuleType]:
     """Return SGLang's modules that the backend imports, by name."""
     utils = {
+        "FAKE_BOOTSTRAP_HOST": "2.2.2.2",
         "DisaggregationMode": DisaggregationMode,
         "TransferBackend": Enum("TransferBackend", {"MOONCAKE": "mooncake", "FAKE": "fake"}),
         "KVClassType": Enum(
@@ -199,7 +214,9 @@ def new_modules(version: str) -> dict[str, ModuleType]:
     }
     queues = {
         "DecodePreallocQueue": type(
-            "DecodePreallocQueue", (Queue,), {"_create_receiver_and_enqueue": Queue._made}
+            "DecodePreallocQueue",
+            (Queue,),
+            {"_create_receiver_and_enqueue": Queue._made, "add": Queue._added},
         ),
         "DecodeTransferQueue": type(
             "DecodeTransferQueue", (Queue,), {"_defer_release": Queue._defer_release}
@@ -209,7 +226,11 @@ def new_modules(version: str) -> dict[str, ModuleType]:
         "PrefillBootstrapQueue": type(
             "PrefillBootstrapQueue",
             (Queue,),
-            {"create_sender": Queue._made, "pop_bootstrapped": Queue._popped},
+            {
+                "add": Queue._added,
+                "create_sender": Queue._made,
+                "pop_bootstrapped": Queue._popped,
+            },
         )
     }
     variables = {
@@ -243,7 +264,10 @@ def new_modules(version: str) -> dict[str, ModuleType]:
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
         "sglang.srt.runtime_context": context,
         "sglang.srt.utils": {},
-        "sglang.srt.utils.network": {"get_local_ip_auto": lambda: "10.9.8.7"},
+        "sglang.srt.utils.network": {
+            "NetworkAddress": NetworkAddress,
+            "get_local_ip_auto": lambda: "10.9.8.7",
+        },
     }
     found = {name: ModuleType(name) for name in contents}
     for name, attributes in contents.items():

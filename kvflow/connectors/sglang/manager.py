@@ -9,7 +9,8 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
-from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationMode
+from sglang.srt.utils.network import NetworkAddress
 
 from kvflow.connectors.sglang import nodes, queues
 from kvflow.connectors.sglang.counterpart import FIELD, SAME_SIZE, listed
@@ -20,7 +21,7 @@ from kvflow.connectors.sglang.version import check_version
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.node.threads.rooms import DecodeThreadRoom
-from kvflow.protocols.errors import KvflowError, PeerError
+from kvflow.protocols.errors import Cause, Code, KvflowError, PeerError
 from kvflow.protocols.wire.ranks import rank_to_json
 
 log = logging.getLogger("sglang.kvflow")
@@ -126,6 +127,30 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
     def forget_prefill(self, bootstrap_addr: str) -> None:
         """Forget the sizes of a prefill that may have been replaced. SGLang then asks again."""
         self.prefill_info_table.pop(bootstrap_addr, None)
+
+    def refuse(self, request: Any) -> None:
+        """Send the other side the reason of a request that SGLang refuses here, before it has made
+        a sender or a receiver.
+        """
+        if request.output_ids or request.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+            # A retracted request, whose prefill has ended, or one of SGLang's own health checks.
+            return
+        reason = request.finished_reason or request.to_finish
+        text = str(getattr(reason, "message", None) or "it gave no reason")
+        cause = Cause(Code.BAD_REQUEST, f"SGLang refuses it at {self._role}: {text}")
+        try:
+            if isinstance(self.thread, PrefillThread):
+                self.thread.refuse(request.bootstrap_room, cause)
+            else:
+                address = NetworkAddress(request.bootstrap_host, request.bootstrap_port)
+                prefill = address.to_host_port_str()
+                self.thread.refuse(request.bootstrap_room, prefill=prefill, cause=cause)
+        except KvflowError as error:
+            log.warning("room %s: the other side cannot be told: %s", request.bootstrap_room, error)
+
+    @property
+    def _role(self) -> str:
+        return "prefill" if isinstance(self.thread, PrefillThread) else "decode"
 
     # --- stages of a prefill
 

@@ -20,8 +20,10 @@ def install() -> None:
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
 
+    around(PrefillBootstrapQueue, "add", with_refusal)
     around(PrefillBootstrapQueue, "create_sender", with_prompt)
     around(PrefillBootstrapQueue, "pop_bootstrapped", with_states_published)
+    around(DecodePreallocQueue, "add", with_refusal)
     around(DecodePreallocQueue, "_create_receiver_and_enqueue", with_prompt)
     around(DecodeTransferQueue, "_defer_release", until_proof)
 
@@ -70,6 +72,28 @@ def with_prompt(
         return original(queue, request, *args, **kwargs)
     with slot.holding(request):
         return original(queue, request, *args, **kwargs)
+
+
+def with_refusal(
+    original: Callable[..., Any], queue: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Send the other side the reason if SGLang refuses a request here.
+
+    SGLang refuses a prompt that is too long before it makes a sender or a receiver. The other half
+    of the request would wait for as long as one half waits for the other.
+    """
+    manager = queue.kv_manager
+    if not isinstance(getattr(manager, "prompts", None), PromptSlot):
+        return original(queue, request, *args, **kwargs)
+    kept = _requests_in(queue)
+    result = original(queue, request, *args, **kwargs)
+    if _requests_in(queue) == kept:
+        manager.refuse(request)
+    return result
+
+
+def _requests_in(queue: Any) -> int:
+    return len(queue.queue) + len(getattr(queue, "retracted_queue", ()))
 
 
 def with_states_published(original: Callable[..., Any], queue: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -286,6 +287,53 @@ def test_a_decode_that_refuses_before_it_announces(monkeypatch: Patch) -> None:
         each.decode.attn_tp_size = 1
         assert each.decode.try_ensure_parallel_info(each.address)
         assert each.decode.mismatches == {}
+
+
+def refused(each: Any, **fields: Any) -> SimpleNamespace:
+    """A request that SGLang's queue refuses; it has no sender and no receiver."""
+    host, port = each.address.split(":")
+    values: dict[str, Any] = {"bootstrap_host": host, "bootstrap_port": int(port), "output_ids": []}
+    values |= {"finished_reason": None, "to_finish": SimpleNamespace(message="4097 > 4096")}
+    return SimpleNamespace(**{**values, "bootstrap_room": ROOM, **fields})
+
+
+@pytest.mark.parametrize("first", ["the refusal", "the other half"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_request_that_sglang_refuses_ends_at_the_other_side(
+    monkeypatch: Patch, role: str, first: str
+) -> None:
+    """Before, its other half waited for KVFLOW_SGLANG_RENDEZVOUS_S."""
+    with pair(monkeypatch) as each:
+        request = each.request()
+        come = request.at_prefill if role == "decode" else request.at_decode
+        if first == "the other half":
+            come()
+        getattr(each, role).refuse(refused(each))
+        if first == "the refusal":
+            come()
+        side = request.sender if role == "decode" else request.receiver
+        assert f"bad_request: SGLang refuses it at {role}: 4097 > 4096" in request.reason(side)
+
+
+@pytest.mark.parametrize("fields", [{"output_ids": [5]}, {"bootstrap_host": "2.2.2.2"}])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_what_had_a_prefill_or_has_none_is_not_refused(
+    monkeypatch: Patch, role: str, fields: dict[str, Any]
+) -> None:
+    """A retracted request, and a health check of SGLang, whose prefill does not exist."""
+    with pair(monkeypatch) as each:
+        getattr(each, role).refuse(refused(each, **fields))
+        request = each.request()
+        request.match(9, 4, 7)
+        request.send(3, 1, 2)
+        request.ends(request.receiver, KVPoll.Success)
+        request.ends(request.sender, KVPoll.Success)
+
+
+def test_a_refusal_that_cannot_be_sent_ends_nothing(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        for manager in (each.prefill, each.decode):
+            manager.refuse(refused(each, bootstrap_room=None))
 
 
 def test_a_room_that_is_in_use(monkeypatch: Patch) -> None:

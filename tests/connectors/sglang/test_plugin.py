@@ -119,6 +119,25 @@ def test_queues_name_the_prompt(modules: dict[str, Any]) -> None:
     assert other.create_sender(request) == "another backend's"
 
 
+def test_the_other_side_learns_what_a_queue_refuses(modules: dict[str, Any]) -> None:
+    queues.install()
+    refused: list[Any] = []
+    manager = SimpleNamespace(prompts=PromptSlot(), refuse=refused.append)
+    fits, too_long = SimpleNamespace(to_finish=None), SimpleNamespace(to_finish="too long")
+    for queue in (
+        modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue(manager, int),
+        modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue(manager, int),
+    ):
+        refused.clear()
+        queue.add(fits, 4)
+        assert queue.queue == [fits] and not refused
+        queue.add(too_long, 4)
+        assert queue.queue == [fits] and refused == [too_long]
+        others = type(queue)(SimpleNamespace(), int)
+        others.add(too_long)
+        assert refused == [too_long]
+
+
 @pytest.mark.parametrize(("stage", "polls"), [(0, 0), (1, 2)])
 def test_later_stages_publish_their_states(modules: dict[str, Any], stage: int, polls: int) -> None:
     """SGLang polls the first stage only, which must know whether the others are ready."""
