@@ -47,12 +47,15 @@ class Server(EngineServer):
         backend: str = "kvflow",
         ranks: int = 1,
         stages: int = 1,
+        at: Server | None = None,
         **settings: object,
     ) -> None:
-        """`ranks` share the heads, `stages` the layers. `settings` are kvflow's, by the names of
-        their variables in lower case.
+        """`ranks` share the heads, `stages` the layers. `at` is a server that has ended, and whose
+        ports this one takes. `settings` are kvflow's, by the names of their variables in lower case.
         """
         super().__init__(role, name or role, logs)
+        if at is not None:
+            self.port, self.bootstrap_port = at.port, at.bootstrap_port
         named = {f"KVFLOW_SGLANG_{key.upper()}": str(value) for key, value in settings.items()}
         self._environment = {**os.environ, **_ENVIRONMENT, **named}
         self._command = [str(VENV / "bin/python"), "-m", "sglang.launch_server"]
@@ -76,8 +79,13 @@ class Server(EngineServer):
 
     def scheduler(self) -> psutil.Process:
         """The process in which the model runs, and kvflow's node."""
-        (found,) = (each for each in self.find_family() if "sglang::scheduler" in _title(each))
+        (found,) = self.schedulers()
         return found
+
+    def schedulers(self) -> list[psutil.Process]:
+        """One for each rank and stage, in their order."""
+        found = [each for each in self.find_family() if "sglang::scheduler" in _title(each)]
+        return sorted(found, key=_title)
 
 
 def _title(process: psutil.Process) -> str:

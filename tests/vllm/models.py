@@ -37,6 +37,11 @@ _FEW_EXPERTS = {
 # The class of each family's configuration, and its fields.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**_GATED, "initializer_range": 0.12}),
+    # Its pages have 32 KB a token, so that a transfer takes a while.
+    "llama_wide": (
+        "LlamaConfig",
+        {**_GATED, "num_key_value_heads": 4, "head_dim": 256, "initializer_range": 0.12},
+    ),
     "qwen3": ("Qwen3Config", {**_GATED, "initializer_range": 0.12}),
     "opt": ("OPTConfig", {"ffn_dim": 512, "word_embed_proj_dim": 256, "init_std": 0.12}),
     "gpt_neox": ("GPTNeoXConfig", {"intermediate_size": 512, "initializer_range": 0.12}),
