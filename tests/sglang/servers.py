@@ -28,7 +28,7 @@ _ENVIRONMENT = {
 }
 _ALWAYS = (
     "--device cpu --attention-backend torch_native --sampling-backend pytorch --disable-cuda-graph "
-    "--disable-overlap-schedule --dtype float32 --max-total-tokens 8192 --mem-fraction-static 0.1 "
+    "--disable-overlap-schedule --dtype float32 --max-total-tokens 8192 --mem-fraction-static 0.5 "
     "--max-running-requests 16 --host 127.0.0.1 --random-seed 1 --sleep-on-idle"
 )
 
@@ -50,8 +50,8 @@ class Server(EngineServer):
         at: Server | None = None,
         **settings: object,
     ) -> None:
-        """`ranks` share the heads, `stages` the layers. `at` is a server that has ended, and whose
-        ports this one takes. `settings` are kvflow's, by the names of their variables in lower case.
+        """`ranks` share the heads, `stages` the layers. `at` is a server that has ended, whose ports
+        this one takes. `settings` are kvflow's, by the names of their variables in lower case.
         """
         super().__init__(role, name or role, logs)
         if at is not None:
