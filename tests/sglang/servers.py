@@ -50,7 +50,7 @@ class Server(EngineServer):
         at: Server | None = None,
         **settings: object,
     ) -> None:
-        """`ranks` share the heads, `stages` the layers. `at` is a server that has ended, whose ports
+        """`ranks` share the heads, `stages` the layers. `at` is an ended server, whose ports
         this one takes. `settings` are kvflow's, by the names of their variables in lower case.
         """
         super().__init__(role, name or role, logs)
