@@ -55,7 +55,7 @@ class Server(EngineServer):
         """
         super().__init__(role, name or role, logs)
         if at is not None:
-            self.port, self.bootstrap_port = at.port, at.bootstrap_port
+            self.port, self.bootstrap_port, self.url = at.port, at.bootstrap_port, at.url
         named = {f"KVFLOW_SGLANG_{key.upper()}": str(value) for key, value in settings.items()}
         self._environment = {**os.environ, **_ENVIRONMENT, **named}
         self._command = [str(VENV / "bin/python"), "-m", "sglang.launch_server"]
