@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +38,13 @@ def new_session() -> aiohttp.ClientSession:
     )
 
 
-def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]:
-    """Of all lengths, also at the edges of pages; a third shares a beginning with others."""
-    edges = [1, 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, longest]
+def random_prompts(
+    rng: random.Random, count: int, longest: int, pages: Iterable[int] = (PAGE,)
+) -> list[Prompt]:
+    """Of all lengths, also at the edges of `pages`; a third shares a beginning with others."""
+    edges = [1, 2, longest]
+    for page in pages:
+        edges += [each for each in (page - 1, page, page + 1, 2 * page) if each > 2]
     shared = random_prompt(rng, longest // 2)
     prompts = []
     for number in range(count):

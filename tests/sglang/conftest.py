@@ -11,8 +11,8 @@ import pytest
 
 from tests.engines import start_all, stop_all
 from tests.sglang.asking import new_session
+from tests.sglang.models import make_model
 from tests.sglang.servers import VENV, Server
-from tests.vllm.models import make_model
 
 RENDEZVOUS_S = 5.0
 LOST_AFTER_S = 4.5  # with 2 s a loaded machine has been taken for a lost peer

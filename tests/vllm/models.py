@@ -171,18 +171,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_model(family: str, folder: Path, seed: int = 7, *, longest: int = LONGEST) -> Path:
     """Write one into `folder`, in float32, which is returned. It takes `longest` tokens."""
-    import torch
-    import transformers
+    return write_model(*FAMILIES[family], folder, seed, longest=longest)
 
+
+def write_model(
+    kind: str, fields: dict[str, Any], folder: Path, seed: int, *, longest: int = LONGEST
+) -> Path:
+    """Write a model of a class of configurations with `fields`, as `make_model` does."""
+    write_tokenizer(folder)
+    new_model(kind, fields, seed, longest=longest).save_pretrained(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
     folder.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (DEMO_MODEL_DIR / name).exists():
             shutil.copy(DEMO_MODEL_DIR / name, folder / name)
+
+
+def new_model(kind: str, fields: dict[str, Any], seed: int, *, longest: int = LONGEST) -> Any:
+    """Return a model with random weights, in float32."""
+    import torch
+    import transformers
+
     torch.manual_seed(seed)
-    kind, fields = FAMILIES[family]
     config = getattr(transformers, kind)(
-        **{**_COMMON, "max_position_embeddings": longest}, **fields
+        **{**_COMMON, "max_position_embeddings": longest, **fields}
     )
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.save_pretrained(folder)
-    return folder
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
