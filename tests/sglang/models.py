@@ -40,6 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_group": 1,
             "topk_group": 1,
             "first_k_dense_replace": 4,
+            "moe_layer_freq": 1,  # in the published configurations, and not in transformers' own
             "num_mtp_layers": 0,
             "rope_parameters": {
                 "rope_type": "yarn",

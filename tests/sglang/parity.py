@@ -157,7 +157,10 @@ def report(prompts: list[Prompt], got: Answers, wanted: Answers, other: str) -> 
 
 def compare_alone(options: argparse.Namespace, single: Server, prompts: list[Prompt]) -> bool:
     """Compare one SGLang with transformers."""
+    import torch
+
     got = asyncio.run(answers_of(options, single, prompts))
+    torch.set_num_threads(1)  # more of them wait for each other on a machine that is busy
     model = new_model(options.family, longest=LONGEST).eval()
     wanted: Answers = [greedy_answer(model, prompt, options.tokens) for prompt in prompts]
     same = report(prompts, got, wanted, "transformers")

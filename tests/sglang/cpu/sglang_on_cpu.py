@@ -50,9 +50,17 @@ MAKERS = (
 )
 
 
+# Kernels that SGLang looks up when it imports what a hybrid model needs, whether it calls them or
+# not. Here they are names without a function.
+KERNELS = ("fused_sigmoid_gating_delta_rule_update_cpu", "fused_gdn_gating_cpu")
+
+
 def load() -> None:
     import torch
 
+    for name in KERNELS:
+        if not hasattr(torch.ops.sgl_kernel, name):
+            torch.library.define(f"sgl_kernel::{name}", "() -> ()")
     cuda: Any = torch.cuda
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self, *args, **kwargs: self
