@@ -85,10 +85,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def words_of(family: str, page: int) -> list[str]:
     """Return what a SGLang server needs on its command line for a family."""
-    if family == "zaya" and page > 1:
-        # "no_buffer only supports page_size=1", says SGLang: without its radix cache all do.
-        return ["--disable-radix-cache"]
-    return []
+    if family != "zaya":
+        return []
+    # "no_buffer only supports page_size=1", says SGLang: without its radix cache all do.
+    words = ["--max-mamba-cache-size", "64"]
+    return words if page == 1 else [*words, "--disable-radix-cache"]
 
 
 def make_model(family: str, folder: Path, seed: int = 7, *, longest: int = models.LONGEST) -> Path:

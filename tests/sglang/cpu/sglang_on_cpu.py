@@ -61,6 +61,7 @@ def load() -> None:
     for name in KERNELS:
         if not hasattr(torch.ops.sgl_kernel, name):
             torch.library.define(f"sgl_kernel::{name}", "() -> ()")
+    _mend_windows()
     cuda: Any = torch.cuda
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self, *args, **kwargs: self
@@ -69,6 +70,26 @@ def load() -> None:
     cuda.Event, cuda.Stream = Event, Stream
     cuda.current_stream = lambda *args, **kwargs: Stream()
     cuda.synchronize = lambda *args, **kwargs: None
+
+
+def _mend_windows() -> None:
+    """Make SGLang's attention on a CPU read a sliding window where it has written it.
+
+    It writes at the places of the window's pool, and reads there at those of the other pool.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    backend = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+    for step in ("extend", "decode"):
+        HookRegistry.register(f"{backend}._run_sdpa_forward_{step}", _in_own_pool, HookType.AROUND)
+
+
+def _in_own_pool(original: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    query, output, keys, values, places, *rest = args
+    window = kwargs.get("sliding_window_size")
+    if window is not None and backend.use_sliding_window_kv_pool:
+        places = backend.token_to_kv_pool.translate_loc_from_full_to_swa(places)
+    return original(backend, query, output, keys, values, places, *rest, **kwargs)
 
 
 def _without_pinning(make: Any) -> Any:
