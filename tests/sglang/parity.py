@@ -10,7 +10,7 @@ identical.
     python tests/sglang/parity.py --family zaya --alone           # is SGLang itself right here?
     python tests/sglang/parity.py --backend mooncake              # SGLang's own backend
 
-Each combination is a line of a table. test_transfers.py and test_families.py are smaller versions.
+Each combination is a line of a table. test_transfers.py is a smaller version.
 The exit status is 1 where anything differs, does not start, or stays in use.
 """
 
