@@ -66,6 +66,8 @@ class Server(EngineServer):
             self._command += ["--tp-size", str(ranks), "--pp-size", str(stages)]
             cores = [str(number % (os.cpu_count() or 1)) for number in range(ranks * stages)]
             self._environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(cores)
+        if backend != "kvflow":
+            del self._environment["SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"]
         if role != "single":
             self._command += ["--disaggregation-mode", role]
             self._command += ["--disaggregation-transfer-backend", backend]
