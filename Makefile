@@ -53,7 +53,7 @@ soak: setup
 
 # `vllm serve` runs in an environment of its own: its pins are not ours.
 vllm: setup $(VLLM_DONE)
-	TEST_VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest -m vllm $(ARGS)
+	TEST_VLLM_VENV=$(abspath $(VLLM_VENV)) $(BIN)/python -m pytest -m "vllm and not soak" $(ARGS)
 
 $(VLLM_DONE): pyproject.toml .ci/vllm-requirements.txt .ci/setup-vllm
 	.ci/setup-vllm $(VLLM_VENV)

@@ -34,6 +34,7 @@ GENERATED = {f"docs/{reference.CONFIGURATION}", f"docs/{reference.METRICS}"}
 FOREIGN = {
     *("--block-size", "--disable-hybrid-kv-cache-manager", "--kv-transfer-config"),
     *("--tensor-parallel-size", "--plane", "--help", "--tp-size", "--pp-size", "--dp-size"),
+    *("--pipeline-parallel-size", "--enable-sleep-mode", "--case"),
     *("--disaggregation-decode-enable-radix-cache", "--enable-pd-role-switch"),
 }
 

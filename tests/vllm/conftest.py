@@ -92,7 +92,13 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-@pytest.fixture(scope="session", params=FAMILIES)
+# A fleet takes minutes to start, so `make vllm` starts one: `-m vllm` takes the others as well.
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param(name, marks=() if name == "llama" else pytest.mark.soak) for name in FAMILIES
+    ],
+)
 def fleet(
     request: pytest.FixtureRequest,
     model_of: Callable[..., Path],

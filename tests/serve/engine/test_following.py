@@ -13,6 +13,8 @@ import pytest
 
 from kvflow.memory.allocator import PageAllocator
 from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, OwnershipError
+from kvflow.protocols.pages.kinds import StateKind
+from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank
 from kvflow.serve.engine.ranks import following, wire
@@ -56,7 +58,7 @@ class Follower:
             cache=None,
             runner=SimpleNamespace(rest=lambda: None),
             give_back=self._give_back,
-            layout=SimpleNamespace(page_size=4),
+            layout=build_layout([StateKind("k", "int8", (1,))], page_size=4, num_pages=8),
             pages=PageAllocator(1),
             rows=None,
         )
