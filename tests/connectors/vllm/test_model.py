@@ -360,7 +360,9 @@ WANTED = Space.wanted
 def test_a_plant_that_moves_too_little_is_found(
     plant: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match="wrong bytes"):
+    # vLLM frees a block that leaves the window, which another request may then overwrite or not.
+    found_by = "wrong bytes|are free and in use"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError, match=found_by):
         plant(patch)
         for seed in range(20):
             with game(seed, groups=MANY_GROUPS) as found:
