@@ -176,6 +176,18 @@ class Queue:
         self.deferred.append((request, self.deferred_kv_release_timeout))
 
 
+class Scheduler:
+    """The scheduler of one server, of which only one queue exists."""
+
+    def __init__(self, *, prefill: Queue | None = None, decode: Queue | None = None) -> None:
+        self.disagg_prefill_bootstrap_queue = prefill
+        self.disagg_decode_prealloc_queue = decode
+        self.idled = 0
+
+    def on_idle(self) -> None:
+        self.idled += 1
+
+
 def new_modules(version: str) -> dict[str, ModuleType]:
     """Return SGLang's modules that the backend imports, by name."""
     utils = {
@@ -260,6 +272,8 @@ def new_modules(version: str) -> dict[str, ModuleType]:
                 **{name: SimpleNamespace(get=lambda v=v: v) for name, v in variables.items()}
             )
         },
+        "sglang.srt.managers": {},
+        "sglang.srt.managers.scheduler": {"Scheduler": type("Scheduler", (Scheduler,), {})},
         "sglang.srt.plugins": {},
         "sglang.srt.plugins.hook_registry": {"HookRegistry": registry, "HookType": HookType},
         "sglang.srt.runtime_context": context,

@@ -31,6 +31,9 @@ SWITCH_INTERVAL_S = 0.0005
 The scheduler computes or polls without a pause, and each step of a request waits for the lock. With
 Python's own 5 ms the first token of a request alone came a tenth later.
 """
+REST_S = 0.001
+"""The longest pause between two polls of a scheduler that has nothing to compute. A new request
+waits for as long."""
 
 
 class KvflowManager(CommonKVManager):  # type: ignore[misc]
@@ -191,6 +194,11 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
     def drop_events(self) -> None:
         """Discard the node's events. Rooms have the same news in their fields."""
         self.thread.poll()
+
+    def rest(self) -> None:
+        """Wait up to `REST_S` for news of the node, if it has a room that may have news."""
+        if self.thread.open_rooms:
+            self.thread.poll(REST_S)
 
     def settle(self) -> None:
         """Wait until the node has processed what was posted to it, such as the close of a room."""

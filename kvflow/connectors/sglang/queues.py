@@ -1,4 +1,5 @@
-"""Changes to methods of SGLang's queues, for what their interface to a backend does not carry.
+"""Changes to methods of SGLang's queues and scheduler, for what their interface to a backend does
+not carry.
 
 All of them call SGLang's own method, and change nothing where another backend is in use.
 """
@@ -19,6 +20,7 @@ def install() -> None:
     """Wrap the methods. Idempotent."""
     from sglang.srt.disaggregation.decode import DecodePreallocQueue, DecodeTransferQueue
     from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+    from sglang.srt.managers.scheduler import Scheduler
 
     around(PrefillBootstrapQueue, "add", with_refusal)
     around(PrefillBootstrapQueue, "create_sender", with_prompt)
@@ -26,6 +28,7 @@ def install() -> None:
     around(DecodePreallocQueue, "add", with_refusal)
     around(DecodePreallocQueue, "_create_receiver_and_enqueue", with_prompt)
     around(DecodeTransferQueue, "_defer_release", until_proof)
+    around(Scheduler, "on_idle", with_rest)
 
 
 def around(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -118,3 +121,16 @@ def until_proof(original: Callable[..., Any], queue: Any, request: Any) -> Any:
     if isinstance(getattr(manager, "prompts", None), PromptSlot):
         queue.deferred_kv_release_timeout = math.inf
     return original(queue, request)
+
+
+def with_rest(original: Callable[..., Any], scheduler: Any) -> None:
+    """Wait for news of the node after a step in which the scheduler had nothing to compute.
+
+    SGLang polls without a pause while requests wait for pages. That takes a core, and Python's lock
+    from the node's thread, whose news it polls for.
+    """
+    original(scheduler)
+    queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
+    manager = getattr(queue, "kv_manager", None)
+    if isinstance(getattr(manager, "prompts", None), PromptSlot):
+        manager.rest()

@@ -74,7 +74,12 @@ class NodeThread(Generic[N, A, R]):
 
     def __repr__(self) -> str:
         state = "closed" if self._closing else "new" if self._thread is None else "running"
-        return f"<{type(self).__name__} {state}: {len(self._rooms)} rooms, {self.pages!r}>"
+        return f"<{type(self).__name__} {state}: {self.open_rooms} rooms, {self.pages!r}>"
+
+    @property
+    def open_rooms(self) -> int:
+        """The number of rooms that are not released. Any thread may read it."""
+        return len(self._rooms)
 
     # --- life
 

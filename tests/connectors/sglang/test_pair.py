@@ -511,6 +511,26 @@ def test_a_sender_that_has_sent_waits_for_its_close(
         assert "aborted at prefill" in request.reason(request.receiver)
 
 
+def test_a_rest_ends_with_the_nodes_news(monkeypatch: Patch) -> None:
+    """A manager without rooms does not rest, because only requests wait for news."""
+    with pair(monkeypatch) as each:
+        monkeypatch.setattr(sys.modules[type(each.prefill).__module__], "REST_S", 60.0)
+        each.prefill.rest()
+        request = each.request()
+        request.at_decode()
+        request.lend(9, 4, 7)
+        request.at_prefill()
+        while request.sender.poll() != KVPoll.WaitingForInput:
+            each.prefill.rest()
+        request.sender.init(3, 2)
+        request.send(3, 1, 2)
+        while request.sender.poll() != KVPoll.Success:
+            each.prefill.rest()
+        while request.receiver.poll() != KVPoll.Success:
+            each.decode.rest()
+        each.prefill.rest()
+
+
 def test_a_closed_node_settles_at_once(monkeypatch: Patch) -> None:
     with pair(monkeypatch) as each:
         each.prefill.teardown()

@@ -167,6 +167,24 @@ def test_pages_are_held_until_there_is_proof(modules: dict[str, Any]) -> None:
     assert queue.deferred == [(others, 30.0), (ours, math.inf)]
 
 
+def test_an_idle_scheduler_rests(modules: dict[str, Any]) -> None:
+    """SGLang would poll without a pause, and hold Python's lock against the node's thread."""
+    queues.install()
+    rests: list[int] = []
+    manager = SimpleNamespace(prompts=PromptSlot(), rest=lambda: rests.append(1))
+    scheduler = modules["sglang.srt.managers.scheduler"].Scheduler
+    prefill = modules["sglang.srt.disaggregation.prefill"].PrefillBootstrapQueue
+    decode = modules["sglang.srt.disaggregation.decode"].DecodePreallocQueue
+    for each in (scheduler(prefill=prefill(manager, int)), scheduler(decode=decode(manager, int))):
+        rests.clear()
+        each.on_idle()
+        assert (each.idled, rests) == (1, [1])
+    for other in (scheduler(), scheduler(decode=decode(SimpleNamespace(), int))):
+        rests.clear()
+        other.on_idle()
+        assert (other.idled, rests) == (1, [])
+
+
 def put(url: str, body: object) -> int:
     request = urllib.request.Request(
         f"{url}/route", body if isinstance(body, bytes) else json.dumps(body).encode(), method="PUT"
