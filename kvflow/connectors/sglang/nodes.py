@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from typing import Any, NamedTuple
 
+import uvloop
 from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
@@ -115,6 +116,7 @@ def decode_node(pool: PagedPool, args: Any, settings: Settings, place: Place) ->
 
 def _options(settings: Settings, host: str) -> dict[str, Any]:
     return {
+        "loop_factory": uvloop.new_event_loop,
         "host": host,
         "timing": settings.timing,
         "bounds": settings.bounds,
