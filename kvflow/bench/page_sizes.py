@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from contextlib import AsyncExitStack
 from typing import Any
 
-from kvflow.bench.figures import Say, quartiles
-from kvflow.bench.pair import WorkerPair
+from kvflow.bench.figures import Row, Say, medians, quartiles
+from kvflow.bench.pair import WorkerPair, room_figures
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import MAX_PAGE_SIZE
 
@@ -74,30 +73,22 @@ async def _one_length(
 ) -> dict[str, Any]:
     """`pages` are those of a room, of the smaller size."""
     rounds = max(1, _LEAST_ROUNDS // tokens)
-    seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in pairs}
+    seen: dict[str, list[Row]] = {name: [] for name in pairs}
     names = list(pairs)
     for turn in range(1 + turns):
         # The order rotates, so that none always comes after the same one.
         for name in names[turn % 3 :] + names[: turn % 3]:
             pair = pairs[name]
             prefill, decode = await pair.rooms(rounds, 1, pages)
-            seconds = max(decode["done"].values()) - min(decode["opened"].values())
-            gb = rounds * tokens * _token_bytes() / 1e9
             # Turn 0 warms up and does not count.
             if turn:
-                seen[name].append((gb / seconds, prefill["cpu_s"] / gb, decode["cpu_s"] / gb))
-    found: dict[str, Any] = {}
-    for name, rows in seen.items():
-        rate, sends, takes = zip(*rows, strict=True)
-        found[name] = {
-            "gb_s": round(statistics.median(rate), 3),
-            "prefill_cpu_s_per_gb": round(statistics.median(sends), 2),
-            "decode_cpu_s_per_gb": round(statistics.median(takes), 2),
-        }
+                gb = rounds * tokens * _token_bytes() / 1e9
+                seen[name].append(room_figures(prefill, decode, gb))
+    found: dict[str, Any] = {name: medians(rows) for name, rows in seen.items()}
     mixed, *equal = names
     for name in equal:
         both = zip(seen[mixed], seen[name], strict=True)
-        found[f"ratio to {name}"] = quartiles([a[0] / b[0] for a, b in both])
+        found[f"ratio to {name}"] = quartiles([a["gb_s"] / b["gb_s"] for a, b in both])
     return found
 
 

@@ -10,6 +10,8 @@ import sys
 import time
 from typing import Any, Self
 
+from kvflow.bench.figures import Row
+
 START_DELAY_S = 0.1
 WORKER = "kvflow.bench.worker"
 
@@ -154,3 +156,15 @@ class WorkerPair(Closed):
     async def close(self) -> None:
         await self.decode.close()
         await self.prefill.close()
+
+
+def room_figures(prefill: dict[str, Any], decode: dict[str, Any], gb: float) -> Row:
+    """Return the figures of one turn from the answers of `WorkerPair.rooms`, which moved `gb` GB:
+    GB/s, and CPU s/GB of each side.
+    """
+    seconds = max(decode["done"].values()) - min(decode["opened"].values())
+    return {
+        "gb_s": gb / seconds,
+        "prefill_cpu_s_per_gb": prefill["cpu_s"] / gb,
+        "decode_cpu_s_per_gb": decode["cpu_s"] / gb,
+    }

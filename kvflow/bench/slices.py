@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from contextlib import AsyncExitStack
 from math import lcm
 from typing import Any
 
-from kvflow.bench.figures import Say, quartiles
-from kvflow.bench.pair import WorkerPair
+from kvflow.bench.figures import Row, Say, medians, quartiles
+from kvflow.bench.pair import WorkerPair, room_figures
 from kvflow.protocols.errors import MisuseError
 
 # Bytes of one rank's share of K, or of V, in one token slot.
@@ -59,7 +58,7 @@ async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) 
     in_page = size * max(widths) * _PAGE_SIZE * _LAYERS * 2
     pages = max(1, min(ROOM_BYTES, ROOM_SLICES * size) // in_page)
     shape = {"layers": _LAYERS, "heads": heads, "dim": dim, "page_size": _PAGE_SIZE}
-    seen: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
+    seen: dict[str, list[Row]] = {way: [] for way in WAYS}
     async with AsyncExitStack() as stack:
         pairs = {}
         for way in WAYS:
@@ -69,20 +68,12 @@ async def _one_size(plane: str, widths: tuple[int, int], size: int, turns: int) 
         for turn in range(1 + turns):
             for way in WAYS if turn % 2 else WAYS[::-1]:
                 prefill, decode = await pairs[way].rooms(1, 1, pages)
-                seconds = max(decode["done"].values()) - min(decode["opened"].values())
-                gb = pages * pairs[way].page_bytes / 1e9
                 # Turn 0 warms up and does not count.
                 if turn:
-                    seen[way].append((gb / seconds, prefill["cpu_s"] / gb, decode["cpu_s"] / gb))
-    found: dict[str, Any] = {}
-    for way, rows in seen.items():
-        rate, sends, takes = zip(*rows, strict=True)
-        found[way] = {
-            "gb_s": round(statistics.median(rate), 3),
-            "prefill_cpu_s_per_gb": round(statistics.median(sends), 2),
-            "decode_cpu_s_per_gb": round(statistics.median(takes), 2),
-        }
+                    gb = pages * pairs[way].page_bytes / 1e9
+                    seen[way].append(room_figures(prefill, decode, gb))
+    found: dict[str, Any] = {way: medians(rows) for way, rows in seen.items()}
     found["ratio"] = quartiles(
-        [b[0] / a[0] for a, b in zip(*(seen[way] for way in WAYS), strict=True)]
+        [b["gb_s"] / a["gb_s"] for a, b in zip(*(seen[way] for way in WAYS), strict=True)]
     )
     return found

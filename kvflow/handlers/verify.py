@@ -10,26 +10,34 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kvflow.aio import ENDS_PROCESS
 from kvflow.handlers.rooms import RoomPages
 from kvflow.protocols.machines.ownership import PageKind
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.fine import FinePages
-from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.spaces import Counts, Span, taken
 from kvflow.protocols.ports import ChecksumTask
 
 log = logging.getLogger(__name__)
 
-Begin = Callable[..., ChecksumTask]
-"""Starts the work on a chunk: (lent places, the room's pages, parts that one rank sent) -> task. If
-both lists number fine pages, their sizes are a fourth argument; see `ports.Arrivals`.
 
-The task computes the checksum of these parts. With staging, it copies them from the lent places to
-the room's pages.
-"""
+class Begin(Protocol):
+    """Starts the work on a chunk."""
+
+    def __call__(
+        self,
+        lent: PageIndices,
+        pages: PageIndices,
+        served: tuple[Served, ...],
+        page_sizes: Counts = (),
+        /,
+    ) -> ChecksumTask:
+        """Compute the checksum of the parts that one rank sent (`served`). With staging, copy them
+        from the lent places to the room's pages. For `page_sizes` see `ports.Arrivals`.
+        """
 
 
 class NoSum:
@@ -89,11 +97,11 @@ class ChunkVerifier:
         # (I13).
         self._pages.feed(PageKind.USE)
         lent, pages = self._pages.lent, self._pages.pages
-        sizes: tuple[Counts, ...] = ()
+        sizes: Counts = ()
         if fine is not None:
             lent = fine.of(self._lent_layout, lent)
-            pages, sizes = fine.of(self._pages.layout, pages), (fine.page_sizes,)
-        task = begun(self._begin, taken(lent, spans), taken(pages, spans), served, *sizes)
+            pages, sizes = fine.of(self._pages.layout, pages), fine.page_sizes
+        task = begun(self._begin, taken(lent, spans), taken(pages, spans), served, sizes)
         self._running.add(task)
 
         def released(_: object) -> None:

@@ -50,7 +50,9 @@ class SlowChecksums(PageChecksums):
         super().__init__(pool)
         self.begun: list[SlowSum] = []
 
-    def begin(self, pages: PageIndices, served: object = None) -> SlowSum:  # type: ignore[override]
+    def begin(  # type: ignore[override]
+        self, pages: PageIndices, served: object = None, page_sizes: object = ()
+    ) -> SlowSum:
         self.begun.append(SlowSum(pages))
         return self.begun[-1]
 

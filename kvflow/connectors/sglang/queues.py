@@ -131,6 +131,6 @@ def with_rest(original: Callable[..., Any], scheduler: Any) -> None:
     """
     original(scheduler)
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
-    manager = getattr(queue, "kv_manager", None)
+    manager: Any = getattr(queue, "kv_manager", None)
     if isinstance(getattr(manager, "prompts", None), PromptSlot):
         manager.rest()

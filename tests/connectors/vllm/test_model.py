@@ -236,37 +236,25 @@ def game(
 
 @pytest.mark.parametrize("preempts", [False, True])
 @pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_vllms_rules_are_kept(
-    workers: int,
-    recomputes: bool,
-    preempts: bool,
-    pytestconfig: pytest.Config,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(prefill_worker, "_PREEMPTION_S", 0.005)
-    seed = pytestconfig.option.seed
-    with game(seed, workers=workers, recomputes=recomputes, preempts=preempts) as found:
-        found.play()
-        if preempts:
-            assert found.prefill.preemptions
-
-
-@pytest.mark.parametrize("preempts", [False, True])
-@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize(
-    "groups", [Groups([FULL._replace(number=1), WINDOW]), MANY_GROUPS], ids=["window", "states"]
+    "cache",
+    [
+        {"workers": 1},
+        {"workers": 2},
+        {"groups": Groups([FULL._replace(number=1), WINDOW])},
+        {"groups": MANY_GROUPS},
+    ],
+    ids=["one worker", "two workers", "window", "states"],
 )
-def test_every_group_of_a_cache_arrives(
-    groups: Groups,
+def test_vllms_rules_are_kept(
+    cache: dict[str, Any],
     recomputes: bool,
     preempts: bool,
     pytestconfig: pytest.Config,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefill_worker, "_PREEMPTION_S", 0.005)
-    seed = pytestconfig.option.seed
-    with game(seed, groups=groups, recomputes=recomputes, preempts=preempts) as found:
+    with game(pytestconfig.option.seed, recomputes=recomputes, preempts=preempts, **cache) as found:
         found.play()
         if preempts:
             assert found.prefill.preemptions
