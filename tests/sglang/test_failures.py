@@ -17,6 +17,10 @@ from tests.vllm.models import make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.soak, pytest.mark.sglang, pytest.mark.timeout(480)]
 
+# SGLang's own handlers of its bootstrap port log these: two for each of six bodies, and one for a
+# query that has no numbers.
+OF_SGLANG = {"malformed-prefill": ["13 tracebacks at prefill"]}
+
 
 @pytest.fixture(scope="module")
 def wide(
@@ -49,7 +53,8 @@ async def test_nothing_is_wrong_lost_or_left_waiting(
         assert row.is_harmless, row.line()
         assert None not in row.free_s.values(), row.line()
         assert row.after == "12 right", row.line()
-        assert not any("traceback" in note for note in row.notes), row.line()
+        logged = [note for note in row.notes if "traceback" in note]
+        assert logged == OF_SGLANG.get(case, []), row.line()
     except AssertionError:
         for server in pair.servers.values():
             print(f"end of {server.log}", server.tail(), sep="\n")
