@@ -63,8 +63,6 @@ def in_pages_of(layout: PoolLayout, page_sizes: Counts) -> PoolLayout:
     )
     components = tuple(
         msgspec.structs.replace(c, size_bytes=c.size_bytes // splits[c.space])
-        if splits[c.space] > 1
-        else c
         for c in layout.components
     )
     return FineLayout(
