@@ -37,9 +37,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
     rendezvous_s: float = 30.0
     """The time for which one half of a room waits for the other half."""
-    lost_after_s: float = Timing().lost_after_s
+    lost_after_s: float = 10.0
     """The silence after which the other side counts as lost: requests fail, and their pages wait
-    for proof.
+    for proof. SGLang's own backends fail after more than 10 s, so a shorter pause of a server ends
+    no request with either.
     """
     quarantine_share: float = Bounds().quarantine_share
     """Requests are refused while more than this share of decode's pages is waiting for proof."""
