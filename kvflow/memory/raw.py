@@ -14,8 +14,8 @@ from kvflow.memory.device import HOST
 from kvflow.memory.pool import PagedPool, check_inside
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
-from kvflow.protocols.pages.components import Buffer, Component
-from kvflow.protocols.pages.kinds import PAGE, ROW
+from kvflow.protocols.pages.components import ALL, Buffer, Component, Part
+from kvflow.protocols.pages.kinds import PAGE, ROW, SLOT
 from kvflow.protocols.pages.layout import PAGES, PoolLayout, Space, whole_number
 
 
@@ -23,7 +23,9 @@ class Region(NamedTuple):
     """One stream of a pool: place p lies at `address + p * page_bytes`.
 
     `size_bytes` is the size of the memory. Bytes at its end that do not fill a place are not used.
-    `format` is compared between peers, because the bytes have no other description.
+    `format` is compared between peers, because the bytes have no other description. If the bytes
+    lie token by token, `slot_shape` is the shape of one token, in bytes, and `part` says which part
+    of a larger stream it is. Otherwise a place is one piece.
     """
 
     name: str
@@ -31,6 +33,8 @@ class Region(NamedTuple):
     size_bytes: int
     page_bytes: int
     format: str = ""
+    slot_shape: tuple[int, ...] = ()
+    part: Part = ALL
 
     @property
     def num_pages(self) -> int:
@@ -60,7 +64,8 @@ def pool_at(
 
     `spaces` are the further spaces of the pool, by name, after that of `regions`. The pool does not
     own the memory: the caller keeps it allocated until every node over the pool is closed. In host
-    memory, `PagedPool.array(name)` is uint8 [num_pages, page_bytes]. Memory on a `device`
+    memory, `PagedPool.array(name)` is uint8 [num_pages, page_bytes], or [num_pages, page_size,
+    *slot_shape] for a region with that. Memory on a `device`
     ("cuda:0") has no such view. `segment` is the shared segment that contains the regions, and
     `fingerprint` identifies the model; see `PagedPool.wrap`.
 
@@ -76,15 +81,18 @@ def pool_at(
         sized = [_checked(region) for region in each.regions]
         described.append(_space(name, each, sized))
         for region in sized:
+            slots = described[-1].page_size
+            unit = SLOT if region.slot_shape else PAGE if slots else ROW
             component = Component(
                 region.name,
                 "uint8",
-                (region.page_bytes,),
+                region.slot_shape or (region.page_bytes,),
                 len(buffers),
                 0,
                 region.page_bytes,
-                PAGE if described[-1].page_size else ROW,
+                unit,
                 region.format,
+                *region.part,
                 space=number,
             )
             size_bytes = region.num_pages * region.page_bytes
@@ -93,7 +101,8 @@ def pool_at(
             )
             components.append(component)
             if device == HOST:
-                arrays[component] = _view(region)
+                shape = (slots, *region.slot_shape) if region.slot_shape else (region.page_bytes,)
+                arrays[component] = _view(region).reshape(region.num_pages, *shape)
     _check_apart(buffers)
     layout = PoolLayout(
         tuple(described), tuple(components), tuple(buffers), tag="", fingerprint=fingerprint
@@ -134,7 +143,7 @@ def _checked(region: Region) -> Region:
             f"region {name!r}: {size_bytes} bytes at address {address} do not hold one page of "
             f"{page_bytes} bytes"
         )
-    return Region(name, address, size_bytes, page_bytes, region.format)
+    return region._replace(address=address, size_bytes=size_bytes, page_bytes=page_bytes)
 
 
 def _check_apart(buffers: Sequence[Buffer]) -> None:

@@ -57,7 +57,8 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--page", nargs="+", type=int, default=[16])
     parser.add_argument("--way", nargs="+", default=["hand"], choices=["hand", "router"])
     parser.add_argument("--chunk", type=int, default=0, help="tokens of a chunk; 0: SGLang's own")
-    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel, on both sides")
+    parser.add_argument("--ranks", type=int, default=1, help="tensor-parallel, at prefill")
+    parser.add_argument("--decode-ranks", type=int, default=0, help="0: as many as at prefill")
     parser.add_argument("--stages", type=int, default=1, help="of prefill's pipeline")
     parser.add_argument("--radix", action="store_true", help="decode keeps prefixes")
     parser.add_argument("--leave", type=int, default=0, help="clients that leave, before half time")
@@ -76,7 +77,9 @@ def pair_of(
 ) -> tuple[Server, Server]:
     words = ["--max-total-tokens", str(POOL), *words_of(options.family, page)]
     words += ["--chunked-prefill-size", str(options.chunk)] if options.chunk else []
-    both: dict[str, Any] = {"page": page, "backend": options.backend, "ranks": options.ranks}
+    both: dict[str, Any] = {"page": page, "backend": options.backend}
+    shape = {"ranks": options.ranks, "stages": options.stages}
+    ranks = options.decode_ranks or options.ranks
     if options.backend == "kvflow":
         both["transfer_backend"] = plane
     radix = ["--disaggregation-decode-enable-radix-cache"] if options.radix else []
@@ -86,10 +89,10 @@ def pair_of(
         pool = ["--max-total-tokens", str(options.pool), "--num-reserved-decode-tokens", "8"]
     name = f"{plane}-{page}"
     return (
+        Server("prefill", model, logs, *words, name=f"prefill-{name}", **shape, **both),
         Server(
-            "prefill", model, logs, *words, name=f"prefill-{name}", stages=options.stages, **both
+            "decode", model, logs, *words, *radix, *pool, name=f"decode-{name}", ranks=ranks, **both
         ),
-        Server("decode", model, logs, *words, *radix, *pool, name=f"decode-{name}", **both),
     )
 
 

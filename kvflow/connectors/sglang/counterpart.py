@@ -1,8 +1,9 @@
 """Which ranks of a prefill serve one rank of a decode.
 
-Rank r of a decode takes its pages from rank r of a prefill, which has the same attention heads, or
-from that rank of every stage of a pipeline, each of which has other layers. To the nodes of kvflow
-these stages are the ranks of one prefill. Only the registry lists the ranks of all heads.
+Rank r of a decode takes its pages from rank r of a prefill, which has the same attention heads. If
+the prefill has n times as many ranks, n of them together have these heads. If it has a pipeline,
+every stage has other layers. To the nodes of kvflow all these are the ranks of one prefill. Only
+the registry lists the ranks of all heads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from kvflow.protocols.errors import PeerError
 from kvflow.protocols.wire.ranks import RankInfo
 
 FIELD = "kvflow"  # the field of SGLang's PUT /route that describes a rank's node
-SAME_SIZE = "kvflow's backend needs the same --tp-size on both sides"
+SIZES = (
+    "kvflow's backend needs the same --tp-size on both sides, or a multiple of decode's at prefill "
+    "for a KV cache that is divided by head and has no other state"
+)
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 
 
@@ -30,20 +34,20 @@ def listed(info: RankInfo, rank: int, ranks: int) -> RankInfo:
 
 
 def counterpart(found: Sequence[RankInfo], rank: int, ranks: int) -> Sequence[RankInfo]:
-    """Return the stages of a prefill that serve rank number `rank` of a decode with `ranks` ranks.
+    """Return the ranks of a prefill that serve rank number `rank` of a decode with `ranks` ranks.
 
     `found` are all ranks of the prefill, in order. Raises: PeerError if the heads cannot be shared
     by as many ranks as at decode.
     """
-    stages, rest = divmod(len(found), ranks)
+    count, rest = divmod(len(found), ranks)
     if rest:
         raise PeerError(
             f"prefill {found[0].control} has {len(found)} ranks, and this decode has {ranks}: "
-            f"{SAME_SIZE}"
+            f"{SIZES}"
         )
     return [
-        msgspec.structs.replace(info, rank=stage, world_size=stages)
-        for stage, info in enumerate(found[rank * stages : (rank + 1) * stages])
+        msgspec.structs.replace(info, rank=number, world_size=count)
+        for number, info in enumerate(found[rank * count : (rank + 1) * count])
     ]
 
 

@@ -13,7 +13,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST, DisaggregationM
 from sglang.srt.utils.network import NetworkAddress
 
 from kvflow.connectors.sglang import nodes, queues
-from kvflow.connectors.sglang.counterpart import FIELD, SAME_SIZE, listed
+from kvflow.connectors.sglang.counterpart import FIELD, SIZES, listed
 from kvflow.connectors.sglang.metadata import MetadataSlots
 from kvflow.connectors.sglang.prompts import PromptSlot
 from kvflow.connectors.sglang.settings import Settings
@@ -22,6 +22,7 @@ from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.node.threads.rooms import DecodeThreadRoom
 from kvflow.protocols.errors import Cause, Code, KvflowError, PeerError
+from kvflow.protocols.pages.kinds import SLOT
 from kvflow.protocols.wire.ranks import rank_to_json
 
 log = logging.getLogger("sglang.kvflow")
@@ -67,14 +68,7 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         is_prefill = disaggregation_mode == DisaggregationMode.PREFILL
         self.place = place = nodes.place_of(args, server_args, is_prefill=is_prefill)
         self.metadata = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
-        pool = nodes.pool_for(
-            args,
-            server_args,
-            settings,
-            place,
-            is_mla=bool(is_mla_backend),
-            window=queues.WINDOW.tokens,
-        )
+        pool = nodes.pool_for(args, server_args, settings, place, is_mla=bool(is_mla_backend))
         self.thread: PrefillThread | DecodeThread
         if is_prefill:
             model = str(server_args.served_model_name or server_args.model_path)
@@ -121,10 +115,12 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         return True
 
     def _check_ranks(self, theirs: int) -> None:
-        if theirs != self.place.ranks:
+        ours = self.place.ranks
+        # The bytes of each head have their own place in the layout of a pool that is by head.
+        by_head = self.thread.pool.layout.components[0].unit == SLOT
+        if theirs != ours and (not by_head or theirs % ours):
             raise PeerError(
-                f"prefill has {theirs} tensor-parallel ranks, and this decode {self.place.ranks}: "
-                f"{SAME_SIZE}"
+                f"prefill has {theirs} tensor-parallel ranks, and this decode {ours}: {SIZES}"
             )
 
     def forget_prefill(self, bootstrap_addr: str) -> None:

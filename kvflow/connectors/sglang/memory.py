@@ -16,6 +16,7 @@ from kvflow.memory.raw import Region, SpaceRegions, pool_at
 from kvflow.memory.shared import SharedSegment
 from kvflow.model_files import config_digest, folder_of, weights_digest
 from kvflow.protocols.errors import KvflowError, LayoutError, MisuseError
+from kvflow.protocols.pages.components import ALL, Part
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices, PoolLayout
 
 log = logging.getLogger("sglang.kvflow")
@@ -37,6 +38,7 @@ def pool_of(
     is_mla: bool,
     stages: int = 1,
     window: int = 0,
+    kv_heads: int = 0,
 ) -> PagedPool:
     """Return a pool over the buffers in `args`, SGLang's `KVArgs`.
 
@@ -44,16 +46,27 @@ def pool_of(
     Each of `args.state_types` is a further space. `rank` of `ranks` is the part of the heads that
     this process has. Buffers are named by layer, so that a decode with all layers takes them from
     the `stages` of a prefill. `window` is the length of the model's sliding window in tokens.
+    `kv_heads` is the number of heads of K and V at all ranks together, if the bytes of a page lie
+    by token and then by head, and 0 otherwise.
 
     Raises: MisuseError for a kind of state that is not supported; LayoutError for buffers that are
     not a pool.
     """
     if getattr(args, "mla_compression_ratios", None) is not None:
         raise MisuseError("kvflow's backend does not move a KV cache that is compressed by layer")
-    # Only the rank with the same number on the other side has the same heads.
-    part = f", rank {rank} of {ranks}" if ranks > 1 else ""
-    label = f"SGLang {SUPPORTED} {args.kv_cache_dtype_str} {args.kv_layout or 'nhd'}{part}"
-    spaces = _state_spaces(args, label, stages, window)
+    label = f"SGLang {SUPPORTED} {args.kv_cache_dtype_str} {args.kv_layout or 'nhd'}"
+    # Of other bytes, only the rank with the same number on the other side has the same.
+    of_rank = f"{label}, rank {rank} of {ranks}" if ranks > 1 else label
+    spaces = _state_spaces(args, of_rank, stages, window)
+    if are_by_head(args, ranks, kv_heads, is_mla=is_mla):
+        held = kv_heads // ranks
+        part = Part(start=held * rank, whole=kv_heads) if ranks > 1 else ALL
+        regions = [
+            each._replace(slot_shape=(held, each.page_bytes // (args.page_size * held)), part=part)
+            for each in _regions(args, label, is_mla=is_mla)
+        ]
+    else:
+        regions = _regions(args, of_rank, is_mla=is_mla)
     for kind, space in spaces.items():
         if segment is not None and not all(
             segment.address <= region.address < segment.address + segment.size_bytes
@@ -64,13 +77,24 @@ def pool_of(
                 f"{kind} outside the shared segment; use mooncake or nixl"
             )
     return pool_at(
-        _regions(args, label, is_mla=is_mla),
+        regions,
         args.page_size,
         spaces=spaces,
         fingerprint=fingerprint,
         segment=segment,
         device=device,
     )
+
+
+def are_by_head(args: Any, ranks: int, kv_heads: int, *, is_mla: bool) -> bool:
+    """Return True if the pages in `args` can be divided by head among other numbers of ranks than
+    here. See `pool_of`.
+    """
+    drafts = getattr(args, "num_draft_entries", 0)
+    if is_mla or not kv_heads or kv_heads % ranks or args.kv_layout or args.state_types or drafts:
+        return False
+    entries = args.page_size * (kv_heads // ranks)
+    return not any(item_bytes % entries for item_bytes in args.kv_item_lens)
 
 
 def places_of(

@@ -13,6 +13,7 @@ from sglang.srt.utils.network import get_local_ip_auto
 
 from kvflow.connectors.sglang.counterpart import resolver
 from kvflow.connectors.sglang.memory import device_of, model_fingerprint, pool_of
+from kvflow.connectors.sglang.queues import MODEL
 from kvflow.connectors.sglang.settings import Settings
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
@@ -66,11 +67,9 @@ def place_of(args: Any, server_args: Any, *, is_prefill: bool) -> Place:
 
 
 def pool_for(
-    args: Any, server_args: Any, settings: Settings, place: Place, *, is_mla: bool, window: int
+    args: Any, server_args: Any, settings: Settings, place: Place, *, is_mla: bool
 ) -> PagedPool:
-    """Return the pool over the KV cache that `args` describe. `window` is the length of the model's
-    sliding window in tokens, or 0. Raises: MisuseError, LayoutError.
-    """
+    """Return the pool over the KV cache that `args` describe. Raises: MisuseError, LayoutError."""
     return pool_of(
         args,
         rank=place.rank,
@@ -80,7 +79,8 @@ def pool_for(
         segment=_segment(args, settings),
         is_mla=is_mla,
         stages=place.stages,
-        window=window,
+        window=MODEL.window_tokens,
+        kv_heads=MODEL.kv_heads,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
-from kvflow.connectors.sglang.queues import with_window
+from kvflow.connectors.sglang.queues import with_model
 from kvflow.connectors.sglang.settings import Settings
 from kvflow.connectors.sglang.version import NAME
 
@@ -36,7 +36,7 @@ def install() -> None:
     add_member(TransferBackend, NAME)
     HookRegistry.register(GET_CLASS, class_of, HookType.AROUND)
     for target in MAKERS:
-        HookRegistry.register(target, with_window, HookType.AROUND)
+        HookRegistry.register(target, with_model, HookType.AROUND)
     if Settings.names_local(os.environ):
         from kvflow.connectors.sglang.shared_pools import ALLOCATORS, allocate_in_segment
 

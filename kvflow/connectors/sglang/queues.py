@@ -45,25 +45,35 @@ def around(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-class Window:
-    """The length of the model's sliding window in tokens, while SGLang makes a manager.
-
-    SGLang's scheduler knows it, and does not pass it to the manager.
+class Model:
+    """What SGLang's scheduler knows of the model and does not pass to a manager. It is set while
+    SGLang makes one.
     """
 
-    tokens = 0
+    window_tokens = 0
+    """The length of the sliding window; 0 without one."""
+    kv_heads = 0
+    """The number of heads of K and V at all ranks together, if the KV cache has them in the order
+    of tokens, and 0 otherwise."""
 
 
-WINDOW = Window()
+MODEL = Model()
 
 
-def with_window(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keep the window of the scheduler of `queue` for the manager that `original` makes."""
-    WINDOW.tokens = int(queue.scheduler.sliding_window_size or 0)
+def with_model(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keep what the scheduler of `queue` knows for the manager that `original` makes."""
+    MODEL.window_tokens = int(queue.scheduler.sliding_window_size or 0)
+    MODEL.kv_heads = _kv_heads(queue)
     try:
         return original(queue, *args, **kwargs)
     finally:
-        WINDOW.tokens = 0
+        MODEL.window_tokens = MODEL.kv_heads = 0
+
+
+def _kv_heads(queue: Any) -> int:
+    if getattr(queue.token_to_kv_pool, "kv_cache_layout", "") != "nhd":
+        return 0
+    return int(queue.scheduler.model_config.get_total_num_kv_heads())
 
 
 def with_prompt(

@@ -201,7 +201,7 @@ def pair(
     served = SimpleNamespace(served_model_name="tiny", model_path="nowhere", enable_hisparse=False)
     mode, interval_s = sglang.DisaggregationMode, sys.getswitchinterval()
     # As long as a prompt of 1.5 pages, so that a prompt may have pages outside it.
-    monkeypatch.setattr(queues.WINDOW, "tokens", 6)
+    monkeypatch.setattr(queues.MODEL, "window_tokens", 6)
     prefill: Any = KvflowManager(source.args, mode.PREFILL, served, True)
     decode: Any = KvflowManager(target.args, mode.DECODE, served, True)
     found = Pair(modules, prefill, decode, server, gate, source, target)

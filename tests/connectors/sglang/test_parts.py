@@ -17,6 +17,7 @@ from kvflow.connectors.sglang.prompts import PromptSlot, prompt_of
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.arguments import check_prompt
 from kvflow.protocols.errors import LayoutError, MisuseError, PeerError, WireError
+from kvflow.protocols.pages.coverage import served_of, uncovered
 from kvflow.protocols.pages.differences import differences
 from kvflow.protocols.pages.layout import Space
 from kvflow.protocols.wire.ranks import RankInfo
@@ -61,17 +62,48 @@ def test_a_rank_fits_only_the_rank_of_its_number() -> None:
     assert "rank 1 of 2" in "".join(differences(first, second))
 
 
-def names(given: Any, *, is_mla: bool = False) -> list[str]:
-    return [c.name for c in pool(given, is_mla=is_mla).layout.components]
-
-
 def buffers(count: int, **fields: Any) -> Any:
     return args(
         kv_data_ptrs=[4096 * (number + 1) for number in range(count)],
         kv_data_lens=[1024] * count,
-        kv_item_lens=[64] * count,
-        **fields,
+        **{"kv_item_lens": [64] * count, **fields},
     )
+
+
+def test_heads_are_divided_among_the_ranks() -> None:
+    """Two ranks of prefill have the heads of one rank of decode between them."""
+    decode = pool(buffers(4, kv_item_lens=[128] * 4), kv_heads=4).layout
+    first, second = (pool(buffers(4), rank=r, ranks=2, kv_heads=4).layout for r in range(2))
+    assert [c.shape for c in (decode.components[0], first.components[0])] == [(4, 8), (2, 8)]
+    assert [(c.start, c.whole) for c in second.components] == [(2, 4)] * 4
+    one, other = served_of(first), served_of(second)
+    assert not uncovered(decode, [one, other])
+    assert uncovered(decode, [one]) and uncovered(decode, [one, one])
+    assert not uncovered(first, [one]) and uncovered(first, [other])
+
+
+@pytest.mark.parametrize(
+    ("given", "is_mla", "heads"),
+    [
+        (buffers(4), True, 4),
+        (buffers(4), False, 0),
+        (buffers(4), False, 1),
+        (buffers(4), False, 6),
+        (buffers(4, kv_layout="v4"), False, 4),
+        (buffers(4, num_draft_entries=2), False, 4),
+    ],
+    ids=["MLA", "unknown order", "fewer heads than ranks", "uneven", "named layout", "a draft"],
+)
+def test_other_caches_have_no_parts(given: Any, is_mla: bool, heads: int) -> None:
+    (first, second) = (
+        pool(given, rank=rank, ranks=2, is_mla=is_mla, kv_heads=heads).layout for rank in range(2)
+    )
+    assert {c.unit for c in first.components} == {"page"}
+    assert "rank 1 of 2" in "".join(differences(first, second))
+
+
+def names(given: Any, *, is_mla: bool = False) -> list[str]:
+    return [c.name for c in pool(given, is_mla=is_mla).layout.components]
 
 
 def test_buffers_are_named_by_layer() -> None:
@@ -276,6 +308,13 @@ def test_a_rank_finds_all_stages() -> None:
     for rank in range(2):
         found = counterpart(every, rank, 2)
         assert [each.incarnation for each in found] == [10 * rank, 10 * rank + 1]
+        assert [(each.rank, each.world_size) for each in found] == [(0, 2), (1, 2)]
+
+
+def test_ranks_that_share_the_heads_of_one_rank_stand_together() -> None:
+    for rank in range(2):
+        found = counterpart(ranks(4), rank, 2)
+        assert [each.incarnation for each in found] == [2 * rank, 2 * rank + 1]
         assert [(each.rank, each.world_size) for each in found] == [(0, 2), (1, 2)]
 
 

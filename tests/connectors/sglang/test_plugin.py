@@ -312,19 +312,22 @@ def test_a_member_is_added_once() -> None:
     assert [each.name for each in Kinds] == ["A", "B"]
 
 
-def test_a_manager_is_made_with_the_window_of_its_scheduler() -> None:
+def test_a_manager_is_made_with_what_its_scheduler_knows() -> None:
     seen: list[object] = []
 
     def make(queue: Any, more: int) -> str:
-        seen.append((queues.WINDOW.tokens, more))
+        seen.append((queues.MODEL.window_tokens, queues.MODEL.kv_heads, more))
         if more > 1:
             raise RuntimeError("refused")
         return "manager"
 
-    for window in (128, None):
-        queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=window))
-        assert queues.with_window(make, queue, 1) == "manager"
+    config = SimpleNamespace(get_total_num_kv_heads=lambda: 8)
+    for window, order in ((128, "hnd"), (None, "nhd"), (None, None)):
+        scheduler = SimpleNamespace(sliding_window_size=window, model_config=config)
+        cache = SimpleNamespace(**{"kv_cache_layout": order} if order else {})
+        queue = SimpleNamespace(scheduler=scheduler, token_to_kv_pool=cache)
+        assert queues.with_model(make, queue, 1) == "manager"
         with pytest.raises(RuntimeError, match="refused"):
-            queues.with_window(make, queue, more=2)
-        assert queues.WINDOW.tokens == 0
-    assert seen == [(128, 1), (128, 2), (0, 1), (0, 2)]
+            queues.with_model(make, queue, more=2)
+        assert (queues.MODEL.window_tokens, queues.MODEL.kv_heads) == (0, 0)
+    assert seen == [(128, 0, 1), (128, 0, 2), (0, 8, 1), (0, 8, 2), (0, 0, 1), (0, 0, 2)]
