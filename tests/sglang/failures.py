@@ -349,7 +349,9 @@ CASES: dict[str, Case] = {
         "a prefill with two stages at its address", PLAIN, partial(other_ranks, stages=2)
     ),
     "other-ranks": Case(
-        "a prefill with two shards at its address", PLAIN, partial(other_ranks, ranks=2)
+        "a prefill with two shards at its address",
+        PLAIN,
+        partial(other_ranks, ranks=2, decode_tp_size=1),
     ),
     "stage-aborted": Case("clients leave before the second stage knows", STAGES, stage_aborted),
     "refused-prefill": Case(

@@ -82,6 +82,8 @@ def pair_of(
     ranks = options.decode_ranks or options.ranks
     if options.backend == "kvflow":
         both["transfer_backend"] = plane
+        if ranks != options.ranks:
+            shape["decode_tp_size"] = ranks
     radix = ["--disaggregation-decode-enable-radix-cache"] if options.radix else []
     pool = []
     if options.pool:

@@ -28,7 +28,7 @@ COUNT = 16
         pytest.param((), {}, {"transfer_backend": "local", "page": 1}, id="local, page of 1"),
         pytest.param((RADIX,), {"stages": 2}, {}, id="two stages, decode keeps prefixes"),
         pytest.param((), {}, {"ranks": 2}, id="two ranks"),
-        pytest.param((RADIX,), {"ranks": 2}, {}, id="two ranks at prefill"),
+        pytest.param((RADIX,), {"ranks": 2, "decode_tp_size": 1}, {}, id="two ranks at prefill"),
         pytest.param((), {}, {"transfer_backend": "nixl"}, id="nixl"),
     ],
 )

@@ -17,20 +17,18 @@ from kvflow.protocols.wire.ranks import RankInfo
 
 FIELD = "kvflow"  # the field of SGLang's PUT /route that describes a rank's node
 SIZES = (
-    "kvflow's backend needs the same --tp-size on both sides, or a multiple of decode's at prefill "
-    "for a KV cache that is divided by head and has no other state"
+    "kvflow's backend needs the same --tp-size on both sides. Prefill may have a multiple, if "
+    "KVFLOW_SGLANG_DECODE_TP_SIZE there names decode's, for a KV cache that is divided by head, "
+    "without other state"
 )
 Resolve = Callable[[str], Awaitable[Sequence[RankInfo]]]
 
 
-def listed(info: RankInfo, rank: int, ranks: int) -> RankInfo:
-    """Return the description of stage `info.rank` of `rank` as the registry lists it.
-
-    `ranks` is the number of ranks that share the heads. The stages of one rank stand together.
+def listed(info: RankInfo, number: int, count: int) -> RankInfo:
+    """Return the description of a rank as the registry lists it: as one of all `count` ranks of a
+    prefill.
     """
-    stages = info.world_size
-    number = rank * stages + info.rank
-    return msgspec.structs.replace(info, rank=number, world_size=ranks * stages)
+    return msgspec.structs.replace(info, rank=number, world_size=count)
 
 
 def counterpart(found: Sequence[RankInfo], rank: int, ranks: int) -> Sequence[RankInfo]:

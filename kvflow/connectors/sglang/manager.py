@@ -22,7 +22,6 @@ from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.node.threads.rooms import DecodeThreadRoom
 from kvflow.protocols.errors import Cause, Code, KvflowError, PeerError
-from kvflow.protocols.pages.kinds import SLOT
 from kvflow.protocols.wire.ranks import rank_to_json
 
 log = logging.getLogger("sglang.kvflow")
@@ -93,7 +92,7 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         assert isinstance(self.thread, PrefillThread)
-        info = listed(self.thread.info, self.place.rank, self.place.ranks)
+        info = listed(self.thread.info, self.place.number, self.place.total)
         super()._register_topology_row(url, {**payload, FIELD: rank_to_json(info)})
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -116,9 +115,7 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
 
     def _check_ranks(self, theirs: int) -> None:
         ours = self.place.ranks
-        # The bytes of each head have their own place in the layout of a pool that is by head.
-        by_head = self.thread.pool.layout.components[0].unit == SLOT
-        if theirs != ours and (not by_head or theirs % ours):
+        if theirs != ours and (theirs % ours or not nodes.is_by_head(self.thread.pool)):
             raise PeerError(
                 f"prefill has {theirs} tensor-parallel ranks, and this decode {ours}: {SIZES}"
             )

@@ -11,15 +11,16 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
-from kvflow.connectors.sglang.counterpart import resolver
+from kvflow.connectors.sglang.counterpart import SIZES, resolver
 from kvflow.connectors.sglang.memory import device_of, model_fingerprint, pool_of
 from kvflow.connectors.sglang.queues import MODEL
-from kvflow.connectors.sglang.settings import Settings
+from kvflow.connectors.sglang.settings import Settings, variable
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.pages.kinds import SLOT
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import bind_router, connect_dealer
@@ -38,6 +39,17 @@ class Place(NamedTuple):
     ranks: int
     stage: int = 0
     stages: int = 1
+
+    @property
+    def number(self) -> int:
+        """The number of this process among the `total` ranks of the server. The stages of one rank
+        stand together.
+        """
+        return self.rank * self.stages + self.stage
+
+    @property
+    def total(self) -> int:
+        return self.ranks * self.stages
 
     @property
     def is_last_stage(self) -> bool:
@@ -84,6 +96,29 @@ def pool_for(
     )
 
 
+def is_by_head(pool: PagedPool) -> bool:
+    """Return True if the layout of the pool has a place for the bytes of each head."""
+    return pool.layout.components[0].unit == SLOT
+
+
+def rank_for_decode(place: Place, decode_ranks: int, pool: PagedPool) -> tuple[int, int]:
+    """Return the number of a prefill's rank among those that together serve one rank of a decode
+    with `decode_ranks` ranks, and how many these are. 0 means as many ranks as here.
+
+    Raises: MisuseError for a number by which the ranks, or the heads, cannot be divided.
+    """
+    together, rest = divmod(place.ranks, decode_ranks or place.ranks)
+    if rest or together < 1:
+        raise MisuseError(
+            f"{variable('decode_tp_size')} {decode_ranks}: not a divisor of --tp-size {place.ranks}"
+        )
+    if together > 1 and not is_by_head(pool):
+        raise MisuseError(
+            f"{variable('decode_tp_size')} {decode_ranks} with --tp-size {place.ranks}: {SIZES}"
+        )
+    return place.number % (together * place.stages), together * place.stages
+
+
 def prefill_node(
     pool: PagedPool, args: Any, settings: Settings, place: Place, model: str
 ) -> PrefillThread:
@@ -96,7 +131,8 @@ def prefill_node(
         _device(args, settings),
     )
     bind = partial(bind_router, key=read_key(settings.control_key_file))
-    named: dict[str, Any] = {"model": model, "rank": place.stage, "world_size": place.stages}
+    rank, count = rank_for_decode(place, settings.decode_tp_size, pool)
+    named: dict[str, Any] = {"model": model, "rank": rank, "world_size": count}
     return PrefillThread(pool, plane, bind=bind, **named, **_options(settings, host))
 
 

@@ -29,6 +29,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
     ib_device: str = ""
     """RDMA device; empty for SGLang's `--disaggregation-ib-device`, and TCP without that."""
+    decode_tp_size: int = 0
+    """At a prefill, the `--tp-size` of its decodes: a divisor of its own. 0: the same."""
     verify_transfers: bool = False
     """Send a checksum with every chunk. Set it on both sides."""
     control_key_file: str = ""

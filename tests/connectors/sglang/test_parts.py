@@ -300,7 +300,7 @@ def test_a_rank_finds_all_stages() -> None:
     """Two ranks by two stages: the stages of a rank stand together."""
     own = RankInfo(0, 2, 5, "tcp://127.0.0.1:1", "local", "m")
     every = [
-        listed(msgspec.structs.replace(own, rank=stage, incarnation=10 * rank + stage), rank, 2)
+        listed(msgspec.structs.replace(own, incarnation=10 * rank + stage), 2 * rank + stage, 4)
         for rank in range(2)
         for stage in range(2)
     ]

@@ -331,3 +331,38 @@ def test_a_manager_is_made_with_what_its_scheduler_knows() -> None:
             queues.with_model(make, queue, more=2)
         assert (queues.MODEL.window_tokens, queues.MODEL.kv_heads) == (0, 0)
     assert seen == [(128, 0, 1), (128, 0, 2), (0, 8, 1), (0, 8, 2), (0, 0, 1), (0, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("place", "decode_ranks", "expected"),
+    [
+        ((1, 2), 0, (0, 1)),
+        ((1, 2), 2, (0, 1)),
+        ((1, 2), 1, (1, 2)),
+        ((3, 4), 2, (1, 2)),
+        ((1, 2, 1, 3), 0, (1, 3)),
+        ((1, 2, 1, 3), 1, (4, 6)),
+    ],
+)
+def test_ranks_that_serve_one_rank_of_decode_are_numbered(
+    modules: dict[str, Any], place: tuple[int, ...], decode_ranks: int, expected: tuple[int, int]
+) -> None:
+    from kvflow.connectors.sglang import nodes
+
+    cache = pool_of_unit("slot")
+    assert nodes.rank_for_decode(nodes.Place(*place), decode_ranks, cache) == expected
+
+
+def test_ranks_that_cannot_be_divided_are_refused(modules: dict[str, Any]) -> None:
+    from kvflow.connectors.sglang import nodes
+
+    for decode_ranks in (-1, 3, 4):
+        with pytest.raises(MisuseError, match=f"DECODE_TP_SIZE {decode_ranks}: not a divisor of"):
+            nodes.rank_for_decode(nodes.Place(0, 2), decode_ranks, pool_of_unit("slot"))
+    with pytest.raises(MisuseError, match="DECODE_TP_SIZE 1 with --tp-size 2: kvflow's backend"):
+        nodes.rank_for_decode(nodes.Place(0, 2), 1, pool_of_unit("page"))
+    assert nodes.rank_for_decode(nodes.Place(1, 2), 2, pool_of_unit("page")) == (0, 1)
+
+
+def pool_of_unit(unit: str) -> Any:
+    return SimpleNamespace(layout=SimpleNamespace(components=[SimpleNamespace(unit=unit)]))

@@ -44,6 +44,7 @@ def test_an_empty_variable_and_those_of_others_count_as_not_set() -> None:
         ("RENDEZVOUS_S", "soon", "KVFLOW_SGLANG_RENDEZVOUS_S is 'soon': Expected `float`"),
         ("RENDEZVOUS_S", "-1", "KVFLOW_SGLANG_RENDEZVOUS_S: rendezvous_s -1.0 is not a number of"),
         ("LOST_AFTER_S", "0", "KVFLOW_SGLANG_LOST_AFTER_S: lost_after_s 0.0 is not"),
+        ("DECODE_TP_SIZE", "two", "KVFLOW_SGLANG_DECODE_TP_SIZE is 'two': Expected `int`"),
         ("QUARANTINE_SHARE", "1.5", "KVFLOW_SGLANG_QUARANTINE_SHARE: quarantine_share 1.5"),
         ("RATE_LIMIT_BYTES_PER_S", "0", "RATE_LIMIT_BYTES_PER_S: rate_limit_bytes_per_s 0.0 is"),
         ("CONTROL_KEY_FILE", "/no/such", "KVFLOW_SGLANG_CONTROL_KEY_FILE: key file /no/such: No"),
