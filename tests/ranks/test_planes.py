@@ -32,6 +32,7 @@ from kvflow.protocols.pages.components import Component, served
 from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
+from kvflow.protocols.pages.spaces import Counts
 from kvflow.protocols.ports import ChecksumTask
 from kvflow.protocols.prefill import peers as prefill_peers
 from kvflow.protocols.wire.ranks import RankInfo
@@ -240,10 +241,12 @@ async def test_a_byte_that_changed_on_its_way_is_found_in_any_part_and_copy(
         array = g.decode.pool.array("0.latent", replica=copy)
         begin = g.decode.shell.checksums.begin  # type: ignore[union-attr]
 
-        def spoil(pages: PageIndices, served: tuple[Served, ...] | None = None) -> ChecksumTask:
+        def spoil(
+            pages: PageIndices, served: tuple[Served, ...] | None = None, sizes: Counts = ()
+        ) -> ChecksumTask:
             if any(each.name == "0.latent" for each in served or ()):
                 array[pages[0], 1] ^= 1
-            return begin(pages, served)
+            return begin(pages, served, sizes)
 
         g.decode.shell.checksums.begin = spoil  # type: ignore[method-assign, union-attr]
         with pytest.raises(TransferError, match=r"rank 0: checksum .* at prefill"):
