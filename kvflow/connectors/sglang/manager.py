@@ -33,7 +33,8 @@ Python's own 5 ms the first token of a request alone came a tenth later.
 """
 REST_S = 0.001
 """The longest pause between two polls of a scheduler that has nothing to compute. A new request
-waits for as long."""
+waits for as long.
+"""
 
 
 class KvflowManager(CommonKVManager):  # type: ignore[misc]

@@ -45,6 +45,11 @@ def around(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
+def _is_ours(manager: Any) -> bool:
+    """Return True for a manager of this backend. Its module cannot be imported before SGLang's."""
+    return isinstance(getattr(manager, "prompts", None), PromptSlot)
+
+
 class Model:
     """What SGLang's scheduler knows of the model and does not pass to a manager. It is set while
     SGLang makes one.
@@ -54,7 +59,8 @@ class Model:
     """The length of the sliding window; 0 without one."""
     kv_heads = 0
     """The number of heads of K and V at all ranks together, if the KV cache has them in the order
-    of tokens, and 0 otherwise."""
+    of tokens, and 0 otherwise.
+    """
 
 
 MODEL = Model()
@@ -80,10 +86,10 @@ def with_prompt(
     original: Callable[..., Any], queue: Any, request: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Keep the request's prompt for the sender or the receiver that `original` makes."""
-    slot = getattr(queue.kv_manager, "prompts", None)
-    if not isinstance(slot, PromptSlot):
+    manager = queue.kv_manager
+    if not _is_ours(manager):
         return original(queue, request, *args, **kwargs)
-    with slot.holding(request):
+    with manager.prompts.holding(request):
         return original(queue, request, *args, **kwargs)
 
 
@@ -96,7 +102,7 @@ def with_refusal(
     of the request would wait for as long as one half waits for the other.
     """
     manager = queue.kv_manager
-    if not isinstance(getattr(manager, "prompts", None), PromptSlot):
+    if not _is_ours(manager):
         return original(queue, request, *args, **kwargs)
     kept = _requests_in(queue)
     result = original(queue, request, *args, **kwargs)
@@ -115,7 +121,7 @@ def with_states_published(original: Callable[..., Any], queue: Any) -> Any:
     SGLang polls the first stage only, and sends its states to the others.
     """
     manager = queue.kv_manager
-    if isinstance(getattr(manager, "prompts", None), PromptSlot) and manager.place.stage:
+    if _is_ours(manager) and manager.place.stage:
         for request in queue.queue:
             request.disagg_kv_sender.poll()
     return original(queue)
@@ -128,7 +134,7 @@ def until_proof(original: Callable[..., Any], queue: Any, request: Any) -> Any:
     prefill may still write into them.
     """
     manager = getattr(request.kv_receiver, "kv_mgr", None)
-    if isinstance(getattr(manager, "prompts", None), PromptSlot):
+    if _is_ours(manager):
         queue.deferred_kv_release_timeout = math.inf
     return original(queue, request)
 
@@ -142,5 +148,5 @@ def with_rest(original: Callable[..., Any], scheduler: Any) -> None:
     original(scheduler)
     queue = scheduler.disagg_prefill_bootstrap_queue or scheduler.disagg_decode_prealloc_queue
     manager: Any = getattr(queue, "kv_manager", None)
-    if isinstance(getattr(manager, "prompts", None), PromptSlot):
+    if _is_ours(manager):
         manager.rest()
