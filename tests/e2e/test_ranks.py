@@ -68,6 +68,29 @@ async def some_served(session: aiohttp.ClientSession, url: str, count: int) -> A
     return info
 
 
+class Clients:
+    """Clients that each ask one new prompt of 400 tokens after another, until they are told to
+    stop. So at any moment most of them have a request that prefill has not computed, however fast
+    the machine is.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, count: int) -> None:
+        self._stopping = False
+        self._numbers = itertools.count()
+        self._tasks = [asyncio.create_task(self._ask(session, url)) for _ in range(count)]
+
+    async def _ask(self, session: aiohttp.ClientSession, url: str) -> list[Answer]:
+        answers = []
+        while not self._stopping:
+            answers.append(await generate(session, url, prompt_of(400, next(self._numbers))))
+        return answers
+
+    async def stop(self) -> list[Answer]:
+        """Every answer, once each client has that of its last request."""
+        self._stopping = True
+        return list(itertools.chain.from_iterable(await asyncio.gather(*self._tasks)))
+
+
 async def served_again(session: aiohttp.ClientSession, url: str) -> Answer:
     """The answer to a prompt of 100 tokens, once it is a good one."""
     async with asyncio.timeout(BACK_S):
@@ -362,20 +385,18 @@ async def test_a_stage_is_killed_in_mid_prefill(
         aiohttp.ClientSession() as session,
     ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
-        asking = [
-            asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(12)
-        ]
+        clients = Clients(session, fleet.url, 12)
         info = await some_served(session, prefill, 2)
         pids = {rank["rank"]: rank["pid"] for rank in info["ranks"]}
         os.kill(pids[victim], signal.SIGKILL)
         killed_s = time.monotonic()
-        answers = await asyncio.gather(*asking)
+        answers = await clients.stop()
         lost = [answer for answer in answers if answer.status != 200]
         assert lost and {answer.code for answer in lost} == {"peer_lost"}, [
             a.document for a in lost
         ]
         slowest_s = max(answer.at_s for answer in lost) - killed_s
-        told = f"{len(lost)} of 12 requests failed, the last after {slowest_s:.3f} s"
+        told = f"{len(lost)} of {len(answers)} requests failed, the last after {slowest_s:.3f} s"
         print(f"PP {pp} TP {tp}, rank {victim} killed: {told}")
         assert slowest_s < WITHIN_S
         await ranks_home(session, prefill, but=stage)
@@ -443,14 +464,12 @@ async def test_a_rank_that_is_frozen_fails_its_requests_and_may_go_on(
         aiohttp.ClientSession() as session,
     ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
-        asking = [
-            asyncio.create_task(generate(session, fleet.url, prompt_of(400, i))) for i in range(8)
-        ]
+        clients = Clients(session, fleet.url, 8)
         info = await some_served(session, prefill, 2)
         pid = info["ranks"][1]["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
-            answers = await asyncio.gather(*asking)
+            answers = await clients.stop()
         finally:
             os.kill(pid, signal.SIGCONT)
         assert {answer.code for answer in answers if answer.status != 200} == {"peer_lost"}
