@@ -66,7 +66,7 @@ class Follower:
         self.aborts: list[bool] = []  # for each: of the other shards too
         neighbours: Any = SimpleNamespace(
             begin=lambda generation: None,
-            abort=lambda *, shards: self.aborts.append(shards),
+            abort=lambda *, shards=True: self.aborts.append(shards),
             broken=False,
         )
         self.steps = StepFollower(
@@ -170,6 +170,30 @@ async def test_shards_of_the_first_stage_finish_a_step_that_failed_in_another_st
         wire.End(generation=1, cause=cause, failed=None if failed is None else Rank(failed))
     )
     assert steps._finishing is finishes and follower.aborts == [not finishes]
+
+
+async def test_a_step_that_fails_while_the_shards_finish_ends_their_wait_for_it() -> None:
+    """The generation is over, so a report of the failure would reach no rank that acts on it."""
+    steps = (follower := Follower(1, shards=2)).steps
+    running, go_on = asyncio.Event(), asyncio.Event()
+
+    async def run(rows: Any, requests: Any) -> None:
+        running.set()
+        await go_on.wait()
+        raise ZeroDivisionError
+
+    follower.inner.run, follower.inner.give_back = run, lambda request: None
+    follower.open(1)
+    await steps.start()
+    follower.hear(wire.Begin(generation=1), PLAN)
+    await asyncio.wait_for(running.wait(), 5)
+    follower.hear(wire.End(generation=1, cause=Cause(Code.PEER_LOST)))
+    await until(lambda: follower.aborts == [False])
+    go_on.set()
+    await until(lambda: not steps.requests)
+    assert follower.aborts == [False, True] and steps.failed_steps == 1
+    assert follower.socket.sent == [wire.encode(wire.Begin(generation=1))], "its status only"
+    await steps.close()
 
 
 async def test_only_a_step_that_runs_is_broken_off() -> None:
@@ -334,16 +358,21 @@ async def test_a_rank_that_is_closed_is_not_unusable() -> None:
 
 
 def first_rank(
-    world_size: int, told: list[KvflowError], on_broken: Callable[[Cause], None] = lambda _: None
+    world_size: int,
+    told: list[KvflowError],
+    on_broken: Callable[[Cause], None] = lambda _: None,
+    *,
+    shards: int = 1,
+    abort: Callable[..., None] = lambda **_: None,
 ) -> tuple[StepLeader, Any]:
     socket: Any = Socket()
     nothing: Any = lambda *_: None  # noqa: E731
-    neighbours: Any = SimpleNamespace(begin=nothing, abort=lambda **_: None, broken=False)
+    neighbours: Any = SimpleNamespace(begin=nothing, abort=abort, broken=False)
     names = ("hello", "opened", "token", "agreed", "ready")
     steps = StepLeader(
         socket,
         world_size=world_size,
-        shards=1,
+        shards=shards,
         places=(1, 0),
         neighbours=neighbours,
         on_unusable=told.append,
@@ -385,6 +414,19 @@ async def test_a_first_rank_listens_to_the_process_that_a_rank_is_now() -> None:
     steps._receive(now, wire.encode(a_status(1)))
     steps._receive(now, wire.encode(a_status(2)))
     assert steps.statuses == {1: a_status(1)}, "a rank speaks for itself"
+
+
+@pytest.mark.parametrize(
+    ("shards", "failed", "aborts"), [(2, True, [{}]), (2, False, []), (1, True, [])]
+)
+async def test_a_step_that_fails_at_the_first_rank_ends_the_wait_of_its_shards(
+    shards: int, failed: bool, aborts: list[Any]
+) -> None:
+    """Even when the generation is over already, for another cause."""
+    told: list[Any] = []
+    steps, _ = first_rank(4, [], shards=shards, abort=lambda **how: told.append(how))
+    steps.stepped(failed=failed)
+    assert told == aborts
 
 
 async def test_a_first_rank_that_is_closed_reads_no_more() -> None:

@@ -126,6 +126,29 @@ def test_abort_ends_a_wait_on_either_side_until_the_next_generation(
     assert receiver.dropped == MAX_IN_FLIGHT
 
 
+def test_discarded_states_do_not_wait_for_credit_and_are_not_sent(
+    ends: Ends, thread: ThreadPoolExecutor
+) -> None:
+    receiver, sender = ends
+    hidden = torch.ones(1, 2, 3)
+    for _ in range(MAX_IN_FLIGHT):
+        sender.send(hidden)
+    waiting = blocked(thread, lambda: sender.send(hidden))
+    sender.discard()
+    waiting.result(10)
+    for _ in range(MAX_IN_FLIGHT):
+        receiver.receive(hidden)
+    sender.send(hidden)
+    assert sender._sent == MAX_IN_FLIGHT
+    begin(1, sender, receiver)
+    sender.send(2 * hidden)
+    assert torch.equal(receiver.receive(hidden), 2 * hidden)
+    sender.discard()
+    sender.abort()
+    with pytest.raises(LostError):
+        sender.send(hidden)
+
+
 def test_a_later_generation_ends_the_present_one_and_is_not_lost(ends: Ends) -> None:
     receiver, sender = ends
     begin(7, sender)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,11 @@ import pytest
 import torch
 
 from kvflow.protocols.errors import LostError, PeerError
-from kvflow.serve.engine.model.parallel.link import HiddenReceiver, HiddenSender
+from kvflow.serve.engine.model.parallel.link import (
+    MAX_IN_FLIGHT,
+    HiddenReceiver,
+    HiddenSender,
+)
 from kvflow.serve.engine.model.parallel.neighbours import Neighbours
 
 GROUP: Any = SimpleNamespace()
@@ -55,6 +60,7 @@ def test_an_abort_leaves_the_shards_of_a_stage_to_each_other_where_it_is_told_to
     def part(name: str) -> Any:
         return SimpleNamespace(
             abort=lambda: done.append(f"abort {name}"),
+            discard=lambda: done.append(f"discard {name}"),
             begin=lambda generation: done.append(f"begin {name} {generation}"),
             next_step=lambda: None,
             close=lambda: done.append(f"close {name}"),
@@ -62,7 +68,8 @@ def test_an_abort_leaves_the_shards_of_a_stage_to_each_other_where_it_is_told_to
 
     neighbours = Neighbours(part("source"), part("sink"), part("shards"))
     neighbours.abort(shards=shards)
-    assert done == ["abort source", "abort sink", *["abort shards"] * shards]
+    ended = ["abort sink", "abort shards"] if shards else ["discard sink"]
+    assert done == ["abort source", *ended]
     assert neighbours.broken is shards
     done.clear()
     if not shards:
@@ -73,6 +80,31 @@ def test_an_abort_leaves_the_shards_of_a_stage_to_each_other_where_it_is_told_to
         done.clear()
     neighbours.close()
     assert done == ["close source", "close sink", "close shards"]
+
+
+def test_a_shard_whose_send_waits_runs_as_many_calls_as_the_other_shards(tmp_path: Path) -> None:
+    """The next stage takes nothing more, for one of its ranks is frozen. The other shards of this
+    stage may have had one more credit, and already run the next call with this one.
+    """
+    sender = HiddenSender(f"ipc://{tmp_path}/hidden")
+    shards: Any = SimpleNamespace(close=lambda: None)
+    neighbours = Neighbours(sink=sender, shards=shards)
+    calls: list[int] = []
+
+    def step() -> None:
+        with neighbours.step([]):
+            for call in range(MAX_IN_FLIGHT + 3):
+                sender.send(torch.ones(1, 2, 3))
+                calls.append(call)
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(step)
+        while len(calls) < MAX_IN_FLIGHT:
+            assert not running.done()
+        neighbours.abort(shards=False)
+        running.result(10)
+    assert len(calls) == MAX_IN_FLIGHT + 3 and not neighbours.broken
+    neighbours.close()
 
 
 @pytest.mark.parametrize(

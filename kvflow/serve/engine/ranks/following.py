@@ -258,11 +258,17 @@ class StepFollower:
                 await self._execute(message)
             except _GenerationOverError:
                 continue
-            except Exception as error:  # noqa: BLE001
+            except Exception as error:
                 # Every error is reported, because the other ranks wait for this one.
-                # If the generation ended meanwhile, the step was aborted, and no rank waits.
+                # If the generation ended meanwhile, the step was aborted, and no rank waits, unless
+                # the shards of this stage run it to its end.
                 if self._open:
                     self._report_failure(error)
+                elif self._finishing:
+                    self._finishing = False
+                    self.failed_steps += 1
+                    log.exception("a prefill step failed")
+                    self._neighbours.abort()
         self._forget()
 
     def _report_failure(self, error: Exception) -> None:

@@ -33,7 +33,8 @@ class Neighbours(Protocol):
     def abort(self, *, shards: bool = True) -> None:
         """Make every call raise until `begin`, including a call that is waiting.
 
-        With `shards` False, calls that wait for another shard of this stage continue.
+        With `shards` False, calls that wait for another shard of this stage continue, and hidden
+        states for the next stage are discarded.
         """
 
 
@@ -155,8 +156,11 @@ class StepLeader:
         self._hits.clear()
         self._send_all(wire.Flush())
 
-    def stepped(self) -> None:
+    def stepped(self, *, failed: bool = False) -> None:
         self._stepping = False
+        if failed and self._shards > 1:
+            # The other shards of this stage may wait for this rank within the same step.
+            self._neighbours.abort()
         if self._neighbours.broken:
             self._on_unusable(LostError("the shards of the first stage have lost each other"))
         else:

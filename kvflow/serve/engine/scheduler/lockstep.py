@@ -41,8 +41,8 @@ class Lockstep(Protocol):
         They also release the prefixes locked for requests that no step has named yet.
         """
 
-    def stepped(self) -> None:
-        """Report that the most recently announced step ended at this rank."""
+    def stepped(self, *, failed: bool = False) -> None:
+        """Report that the most recently announced step ended at this rank, or `failed` here."""
 
     def break_off(self, cause: Cause) -> None:
         """End the current generation of steps, because a step failed at this rank and the other

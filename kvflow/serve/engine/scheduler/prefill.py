@@ -18,7 +18,7 @@ from kvflow.memory.page_waiter import PageWaiter
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.cache.choices import PrefetchPolicy
 from kvflow.protocols.cache.hashes import ANY, Namespace
-from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, room_error
 from kvflow.protocols.pages.layout import NO_PLACES, PageIndices
 from kvflow.serve.cache.prefix import PrefixCache
 from kvflow.serve.engine.model.load import LoadedModel
@@ -351,12 +351,14 @@ class PrefillEngine(EngineLoop):
         lockstep = self._lockstep
         # The generation already ended, and its requests with it, for a known cause.
         if lockstep is not None and not lockstep.ready:
-            lockstep.stepped()
+            if not isinstance(error, LostError):
+                self._failed("prefill step", error)
+            lockstep.stepped(failed=True)
             return
         cause = self._failed("prefill step", error)
         if lockstep is not None:
             lockstep.break_off(cause)
-            lockstep.stepped()
+            lockstep.stepped(failed=True)
         for request in requests:
             self._fail(request, room_error(cause))
 

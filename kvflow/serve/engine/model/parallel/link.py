@@ -69,6 +69,12 @@ class HiddenSink(HiddenLink, Protocol):
         Raises: LostError after `abort`.
         """
 
+    def discard(self) -> None:
+        """Make every send return without sending until `begin`, including one that is waiting.
+
+        Any thread may call this.
+        """
+
 
 class HiddenSource(HiddenLink, Protocol):
     """The receiving end of a link, at the later stage."""
@@ -143,8 +149,12 @@ class _End:
         self.step, self.call = self.step + 1, 0
 
     def abort(self) -> None:
+        self._aborted = True
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        """End a wait in `_take`."""
         with self._lock:
-            self._aborted = True
             if not self._socket.closed:
                 os.eventfd_write(self._wake, 1)
 
@@ -183,10 +193,16 @@ class HiddenSender(_End):
     def __init__(self, address: str, max_in_flight: int = MAX_IN_FLIGHT) -> None:
         super().__init__(address, bind=False)
         self._most, self._sent, self._received = max_in_flight, 0, 0
+        self._discarding = False
 
     def begin(self, generation: int) -> None:
         super().begin(generation)
         self._sent = self._received = 0
+        self._discarding = False
+
+    def discard(self) -> None:
+        self._discarding = True
+        self._wake_up()
 
     @property
     def in_flight(self) -> int:
@@ -195,8 +211,10 @@ class HiddenSender(_End):
 
     def send(self, hidden: torch.Tensor) -> None:
         self._take_credits(wait=False)
-        while self.in_flight >= self._most:
+        while self.in_flight >= self._most and not self._discarding:
             self._take_credits(wait=True)
+        if self._discarding:
+            return
         tensor = hidden.detach().to("cpu").contiguous()
         dtype = str(tensor.dtype).removeprefix("torch.")
         header = _Header(self.generation, self.step, self.call, dtype, list(tensor.shape))

@@ -111,12 +111,18 @@ class Neighbours:
         step raise until `begin`.
 
         Any thread may call this. With `shards` False, the shards of this stage continue to wait for
-        each other, and all of them must run the same steps to their end. Only passing hidden states
-        to or from another stage raises.
+        each other, and all of them must run the same steps to their end. Only a receive from
+        another stage raises. Hidden states for the next stage are discarded: if sending them
+        raised, a shard whose send waits would stop at an earlier call of the model than another.
         """
-        if shards or self._shards is None:
-            self._aborted, self._broken = True, self._shards is not None
-        for part in (self._source, self._sink, self._shards if shards else None):
+        if self._source is not None:
+            self._source.abort()
+        if self._shards is not None and not shards:
+            if self._sink is not None:
+                self._sink.discard()
+            return
+        self._aborted, self._broken = True, self._shards is not None
+        for part in (self._sink, self._shards):
             if part is not None:
                 part.abort()
 
