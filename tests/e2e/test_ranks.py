@@ -69,9 +69,10 @@ async def some_served(session: aiohttp.ClientSession, url: str, count: int) -> A
 
 
 class Clients:
-    """Clients that each ask one new prompt of 400 tokens after another, until they are told to
-    stop. So at any moment most of them have a request that prefill has not computed, however fast
-    the machine is.
+    """Clients that each ask one new prompt after another, until they are told to stop. So at any
+    moment most of them have a request that prefill has not computed, however fast the machine is.
+
+    A prompt does not end with a chunk of 16 tokens, so that almost every step continues one.
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, count: int) -> None:
@@ -82,7 +83,7 @@ class Clients:
     async def _ask(self, session: aiohttp.ClientSession, url: str) -> list[Answer]:
         answers = []
         while not self._stopping:
-            answers.append(await generate(session, url, prompt_of(400, next(self._numbers))))
+            answers.append(await generate(session, url, prompt_of(395, next(self._numbers))))
         return answers
 
     async def stop(self) -> list[Answer]:
@@ -455,30 +456,26 @@ async def test_a_storm_of_aborts_leaves_nothing_at_any_rank(
         assert answer.tokens == expected("llama", prompt_of(100, 7), TOKENS)
 
 
-@pytest.mark.parametrize(("tp", "victim"), [(1, 1), (2, 3)], ids=["PP 2", "PP 2 TP 2"])
 async def test_a_rank_that_is_frozen_fails_its_requests_and_may_go_on(
-    tp: int, victim: int, tiny: Callable[[str], Path], expected: Expected
+    tiny: Callable[[str], Path], expected: Expected
 ) -> None:
-    """With shards, those of the first stage have to end the same steps, however many of their
-    hidden states the frozen stage took from each. The shards of that stage start again.
-    """
     slow = {"chunked_prefill_size": 16, "max_batch_tokens": 16, "retry_timeout_s": 0.0}
     async with (
-        running(model_path=str(tiny("llama")), pp=2, tp=tp, **slow) as fleet,
+        running(model_path=str(tiny("llama")), pp=2, **slow) as fleet,
         aiohttp.ClientSession() as session,
     ):
         prefill, decode = fleet.prefills[0].url, fleet.decodes[0].url
         clients = Clients(session, fleet.url, 8)
         info = await some_served(session, prefill, 2)
-        pids = [rank["pid"] for rank in info["ranks"]]
-        os.kill(pids[victim], signal.SIGSTOP)
+        pid = info["ranks"][1]["pid"]
+        os.kill(pid, signal.SIGSTOP)
         try:
             answers = await clients.stop()
         finally:
-            os.kill(pids[victim], signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
         assert {answer.code for answer in answers if answer.status != 200} == {"peer_lost"}
         answer = await served_again(session, fleet.url)
         assert answer.tokens == expected("llama", prompt_of(100, 7), TOKENS)
         found = await ranks_home(session, prefill)
-        assert [rank["pid"] for rank in found[:2]] == pids[:2]
+        assert found[1]["pid"] == pid
         assert await all_home(session, prefill, decode)
