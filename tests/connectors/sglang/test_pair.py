@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvflow.transports.control.curve import write_key
 from tests.connectors.sglang.sglang_pair import PROMPT, ROOM, SLOT_BYTES, pair
 from tests.fakes.sglang import KVPoll, KVTransferDestination
 from tests.fakes.sglang import KVTransferError as Error
@@ -378,6 +380,56 @@ def test_metadata_of_another_size_fails_the_request(monkeypatch: Patch) -> None:
         request.send(3, 1, 2)
         assert "slots of [64, 4] bytes, and decode's of [64, 8]" in request.reason(request.receiver)
         assert each.target.slots[0].sum() == 0
+
+
+def test_a_request_that_prefill_drops_ends_at_decode(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        request.sender.clear()
+        assert "prefill dropped the request" in request.reason(request.receiver)
+        each.until(lambda: each.decode.is_abort_release_safe(ROOM, 0))
+
+
+def test_decode_that_drops_a_request_without_a_room_owes_nothing(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.at_decode(init=False)
+        request.receiver.ensure_abort_notified()
+        assert request.receiver.abort_notified and each.decode.is_abort_release_safe(ROOM, 0)
+        assert "decode dropped the request" in request.reason(request.receiver)
+
+
+def test_a_decode_that_closes_may_still_abort_its_requests(monkeypatch: Patch) -> None:
+    """Prefill can then not be told of the cause, but it sees decode leave."""
+    with pair(monkeypatch) as each:
+        request = each.request()
+        request.at_decode(init=False)
+        each.decode.teardown()
+        request.receiver.abort()
+        assert "aborted at decode" in request.reason(request.receiver)
+
+
+def test_both_sides_use_the_key_of_the_control_link(monkeypatch: Patch, tmp_path: Path) -> None:
+    write_key(str(tmp_path / "key"))
+    with pair(monkeypatch, CONTROL_KEY_FILE=tmp_path / "key") as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        request.send(3, 1, 2)
+        request.ends(request.receiver, KVPoll.Success)
+        request.ends(request.sender, KVPoll.Success)
+
+
+def test_bytes_that_change_on_their_way_fail_the_request(monkeypatch: Patch) -> None:
+    with pair(monkeypatch, VERIFY_TRANSFERS=1) as each:
+        request = each.request()
+        request.match(9, 4, 7)
+        each.gate.open.clear()
+        request.send(3, 1, 2)
+        assert each.gate.reached.wait(20)
+        each.source.layers[1, 1, 5] += 1
+        each.gate.open.set()
+        assert "checksum" in request.reason(request.receiver)
 
 
 def test_a_wrong_number_of_pages_fails_the_request(monkeypatch: Patch) -> None:

@@ -52,6 +52,9 @@ def request(tokens: int = 80, status: str = "FINISHED_LENGTH_CAPPED") -> Any:
 )
 def test_a_state_is_final_with_the_last_token(computed: int, filled: list[list[int]]) -> None:
     assert GROUPS.filled((STATES, PAGES, LAST), 79, computed) == filled
+    # Blocks of the answer do not travel.
+    answer = (STATES, [*PAGES, 9], [*LAST, 9])
+    assert GROUPS.filled(answer, 79, computed) == filled
 
 
 @pytest.mark.parametrize(

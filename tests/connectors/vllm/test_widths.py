@@ -153,6 +153,11 @@ def test_ports_differ_and_decode_finds_its_leader_at_its_own_number(
     assert leaders == {worker: worker for worker in range(workers)}
 
 
+def test_decodes_have_as_many_workers_as_prefill_unless_told() -> None:
+    assert served_by(Place(1, 2, 1, 2), None) == served_by(Place(1, 2, 1, 2), 4)
+    assert served_by(Place(0), None) == served_by(Place(0), 1)
+
+
 @pytest.mark.parametrize(
     ("shards", "stages", "workers"), [(4, 1, 3), (2, 1, 3), (3, 1, 2), (2, 2, 8)]
 )
