@@ -14,8 +14,16 @@ from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.places import PlaceAllocator
 from kvflow.memory.staging import StagedArrivals, Staging
-from kvflow.protocols.errors import Code, KvflowError, LayoutError, MisuseError
-from kvflow.protocols.pages.layout import PageIndices, Places
+from kvflow.node.report import node_report
+from kvflow.protocols.errors import (
+    CapacityError,
+    Code,
+    KvflowError,
+    LayoutError,
+    MisuseError,
+    OwnershipError,
+)
+from kvflow.protocols.pages.layout import PageIndices, Places, resized
 from kvflow.protocols.pages.spaces import Counts
 from kvflow.protocols.waiting import Waits
 from kvflow.protocols.wire.messages import ChunkDone
@@ -23,6 +31,7 @@ from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import Fate, Frame
 from kvflow.transports.data.fake import Fault
 from tests.handlers.scenes import code_of, ledger
+from tests.handlers.test_checks import slow_sums
 from tests.memory.kinds import (
     Bytes,
     check_restored,
@@ -254,6 +263,47 @@ async def test_a_changed_byte_is_found_in_every_space(
 # --- whose places they are
 
 
+async def test_a_late_checksum_holds_places_of_every_space(p: Pair) -> None:
+    sums, allocators = slow_sums(p.prefill), p.prefill.pool.allocators
+    source, target = await opened(p)
+    send(p, source, computed(p, source), [WANTED])
+    await until(lambda: source.bytes_landed == source.bytes_total)
+    (slow,) = sums.begun
+    sums.give_up(slow)
+    with pytest.raises(KvflowError, match="longer than 120 s"):
+        await target.landed()
+    await until(lambda: tuple(own.returning_pages for own in allocators) == WANTED)
+    assert tuple(own.held_pages for own in allocators) == WANTED, "a thread may read them"
+    sums.release(slow)
+    await source.released()
+    await target.released()
+    await p.rest()
+
+
+async def test_the_figures_of_a_node_are_those_of_every_space(p: Pair) -> None:
+    p.plane(p.prefill).script(Fault.STUCK)
+    source, target = await opened(p)
+    send(p, source, computed(p, source), [WANTED])
+    target.close()
+    await until(lambda: p.prefill.pinned == ledger(p.decode).quarantined == WANTED)
+    assert p.prefill.pinned_pages == p.decode.quarantined_pages == sum(WANTED)
+    assert p.prefill.pinned_limits == p.prefill.pool.layout.counts, "the whole pool"
+    assert p.decode.quarantine_limit == sum(ledger(p.decode).quarantine_limit)
+    for node in p.nodes:
+        layout, spaces = (
+            node.pool.layout,
+            node_report(node, pages_free=0, pages_by_kind={}, at_rest=False).spaces,
+        )
+        assert [(space.name, space.places) for space in spaces] == [
+            (space.name, space.count) for space in layout.spaces
+        ]
+        assert tuple(space.place_bytes for space in spaces) == layout.place_bytes
+        figure = "quarantine" if node is p.decode else "pinned"
+        assert tuple(getattr(space, figure) for space in spaces) == WANTED
+    p.plane(p.prefill).release()
+    await p.rest()
+
+
 async def test_own_places_are_given_for_every_space(p: Pair) -> None:
     own = ExternalPages(p.decode.pool.layout.num_places)
     p.decode.shell.stores.pages = p.decode.pages = own
@@ -278,6 +328,49 @@ async def test_own_places_are_given_for_every_space(p: Pair) -> None:
     assert own.at_rest()
 
 
+async def test_own_places_are_given_for_every_space_after_a_longer_prefix(p: Pair) -> None:
+    """The prefix has grown since the room was announced, so fewer places are needed in each."""
+    own = ExternalPages(p.decode.pool.layout.num_places)
+    p.decode.shell.stores.pages = p.decode.pages = own
+    source, target = p.prefill.room(7, PROMPT), p.decode.announce(7, p.ranks, PROMPT)
+    assert target.counts == WANTED
+    places = p.decode.pool.layout.numbered(
+        [np.array(n, np.int32) for n in ([15, 2, 4], [17, 0], [2])]
+    )
+    await target.offer(places, prefix_tokens=24)
+    assert target.counts == p.decode.pool.layout.wanted(33, 24) == (3, 2, 1)
+    assert await source.matched() == 24
+    before, mine = now(p), computed(p, source)
+    send(p, source, mine, [(2, 1, 0), (1, 1, 1)])
+    await target.landed()
+    before.check(p, mine, p.decode.pool.layout.split(places))
+    target.close()
+    await target.released()
+    assert own.at_rest()
+
+
+async def test_an_own_place_of_any_space_is_of_one_room(p: Pair) -> None:
+    layout = p.decode.pool.layout
+    own = ExternalPages(layout.num_places)
+    p.decode.shell.stores.pages = p.decode.pages = own
+    first = p.decode.room(
+        7, p.ranks, PROMPT, pages=layout.numbered([np.arange(n, dtype=np.int32) for n in WANTED])
+    )
+    taken = np.array(layout.bases, dtype=np.int32)
+    for space, base in enumerate(layout.bases):
+        places = taken + np.array((15, 17, 2), dtype=np.int32)
+        places[space] = base
+        with pytest.raises(OwnershipError, match=f"page {base} is lent to prefill for another"):
+            p.decode.room(8, p.ranks, range(1, 5), pages=places)
+    assert own.busy_pages == sum(WANTED), "nothing of the refused ones is held"
+    first.close()
+    await first.released()
+    again = p.decode.room(9, p.ranks, range(1, 5), pages=taken)
+    again.close()
+    await again.released()
+    assert own.at_rest()
+
+
 class Muddled:
     """A store that takes what it should, and returns it otherwise."""
 
@@ -292,18 +385,21 @@ class Muddled:
             counts = (*counts[:1], counts[1] - 1, *counts[2:])
         elif self.how == "others":
             counts = (counts[0] - 1, counts[1] + 1, *counts[2:])
+        elif self.how == "no row":
+            counts = (*counts[:2], 0)
         places = self.store.take_room(counts, owner)
         return places[::-1].copy() if self.how == "order" else places
 
 
 @pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("how", ["order", "fewer", "others"])
+@pytest.mark.parametrize("how", ["order", "fewer", "others", "no row"])
 async def test_a_store_that_muddles_spaces_ends_the_room(staged: bool, how: str) -> None:
     """With staging, places of another space would be overwritten by what is brought to them."""
     text = {
         "order": "of space 'window' follows place",
         "fewer": "9 pages, 2 'window' pages and 1 row for a room of 9 pages, 3",
         "others": "8 pages, 4 'window' pages and 1 row for a room of 9 pages, 3",
+        "no row": "9 pages, 3 'window' pages and 0 rows for a room of 9 pages, 3",
     }
     async with three(staged=staged) as p:
         places: Any = p.decode.pool.places
@@ -355,12 +451,42 @@ async def test_a_room_waits_for_the_space_of_the_staging_that_lacks(
     await p.rest()
 
 
+@pytest.mark.parametrize("lacks", range(3))
+async def test_places_that_others_return_to_any_space_of_the_staging_are_lent(
+    staged: Pair, lacks: int
+) -> None:
+    p = staged
+    lacking = p.decode.reached.allocators[lacks]
+    others = lacking.take(lacking.free_pages - WANTED[lacks] + 1, "others")
+    target = p.decode.room(7, "sim", PROMPT)
+    await until(lambda: p.decode.shell.waiting)
+    lacking.give_back(others, "others")
+    await until(lambda: not p.decode.shell.waiting)
+    await target
+    target.close()
+    await p.rest()
+
+
 async def test_a_room_that_a_space_of_the_staging_cannot_hold_is_refused_with_its_numbers() -> None:
     async with pair(**LAYOUTS, staging_bytes=600) as p:
         counts = p.decode.reached.layout.counts
         assert counts[1] < 3
         with pytest.raises(KvflowError, match=r"tokens of room 7 in staging") as seen:
             await p.decode.room(7, "sim", PROMPT)
+        assert seen.value.code is Code.BAD_REQUEST
+        await p.rest()
+
+
+async def test_a_room_does_not_wait_for_a_space_that_will_never_have_its_places() -> None:
+    """The staging has enough pages and rows. Its window is two pages of eight tokens."""
+    layouts = LAYOUTS | {"target_layout": resized(LAYOUTS["target_layout"], (40, 4, 3))}
+    async with pair(**layouts, staging_bytes=2600) as p:
+        assert p.decode.reached.layout.counts == (13, 2, 3)
+        target = p.decode.room(7, "sim", PROMPT)
+        await until(lambda: target.ended or p.decode.shell.waiting)
+        assert not p.decode.shell.waiting
+        with pytest.raises(CapacityError, match=r"asked for 24, limit 16") as seen:
+            await target
         assert seen.value.code is Code.BAD_REQUEST
         await p.rest()
 

@@ -199,6 +199,42 @@ async def test_a_waiter_of_a_loop_that_is_closed_disturbs_nobody() -> None:
     assert pages.at_rest()
 
 
+class Cache:
+    """It can give up pages, and does so when nobody looks."""
+
+    evictable_pages = 0
+
+    def evict(self, count: int) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("which", range(3))
+async def test_a_place_of_any_allocator_wakes_the_waiter(which: int) -> None:
+    allocators, woken = [PageAllocator(2) for _ in range(3)], list[int]()
+    taken = [allocator.take(2, "mine") for allocator in allocators]
+    waiter = PageWaiter(lambda: woken.append(1), allocators[0], None, *allocators[1:])
+    waiter.look()
+    waiter.wait()
+    allocators[which].give_back(taken[which], "mine")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert woken == [1]
+    cache = Cache()
+    allocators[which].reclaimables.append(cache)
+    waiter.wait()
+    waiter.evictable()
+    cache.evictable_pages = 1
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert woken == [1], "as many pages could be evicted as before"
+    waiter.evictable()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert woken == [1, 1]
+    waiter.close()
+    assert not any(allocator.waiters for allocator in allocators)
+
+
 async def test_who_stopped_waiting_is_not_woken_and_one_return_wakes_once() -> None:
     pages, woken = PageAllocator(2), list[int]()
     waiter = PageWaiter(lambda: woken.append(1), pages)

@@ -127,6 +127,16 @@ def test_rows_are_withheld_as_pages_are() -> None:
     assert pool.pages.free_pages == 6 and pool.rows.free_pages == 1
 
 
+def test_a_row_out_of_quarantine_may_be_used_while_another_is_kept() -> None:
+    pool, store = small(num_rows=2), ExternalPages(10)
+    pool.quarantine.add([loan(pages(1, 8), 1), loan(pages(2, 9), 2)], store)
+    pool.quarantine.free((5, 1))
+    pool.quarantine.check(pages(1, 8))
+    for place, named in ((2, "page 2"), (9, "row 1")):
+        with pytest.raises(OwnershipError, match=f"{named} is in quarantine"):
+            pool.quarantine.check(pages(place))
+
+
 def test_the_error_names_page_writer_and_what_to_do() -> None:
     pool = small()
     pool.quarantine.check(pages(0, 1, 2))

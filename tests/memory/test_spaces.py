@@ -20,10 +20,16 @@ from kvflow.memory.pool import PagedPool
 from kvflow.memory.residency import Resident
 from kvflow.memory.snapshot import SnapshotStore
 from kvflow.memory.staging import Staging
-from kvflow.protocols.errors import CapacityError, HostMemoryError, LayoutError, MisuseError
+from kvflow.protocols.errors import (
+    CapacityError,
+    HostMemoryError,
+    LayoutError,
+    MisuseError,
+    OwnershipError,
+)
 from kvflow.protocols.machines.residency import ResidencyPhase as P
 from kvflow.protocols.pages.coverage import served_of
-from kvflow.protocols.pages.kinds import ROW, StateKind
+from kvflow.protocols.pages.kinds import PAGE, ROW, StateKind
 from kvflow.protocols.pages.layout import (
     Counts,
     PageIndices,
@@ -147,6 +153,34 @@ async def test_a_checksum_depends_on_the_space_that_places_are_in() -> None:
     assert len(set(found)) == 3
     await sums.close()
     pool.close()
+
+
+def test_spaces_that_are_divided_into_other_numbers_of_parts_are_summed() -> None:
+    """The parts of a large page have the sum of small pages with the same tokens."""
+    kinds = [kind for kind in KINDS["windows"] if kind.unit != PAGE]
+    large, small = (
+        PagedPool.allocate(
+            build_layout(
+                [*kinds, StateKind("1.v", "uint8", (3,), space="window")],
+                spaces=(Space("pages", *pages), Space("window", *window), Space("rows", 3, 0)),
+            ),
+            shared=False,
+        )
+        for pages, window in (((4, 8), (3, 12)), ((8, 4), (12, 3)))
+    )
+    overwrite(large, 7)
+    for c in small.layout.components:
+        small.array(c.name)[...] = large.array(c.name).reshape(small.array(c.name).shape)
+    sums = PoolSums(large.layout).in_pages_of((4, 3, 0))
+    for places in (
+        (indices(7, 0, 3), indices(11, 2), indices(1)),
+        (indices(), indices(5, 10, 0), indices()),
+        (indices(6), indices(), indices()),
+    ):
+        expected = PoolSums(small.layout).sum(places, None, lambda: False)
+        assert sums.sum(places, None, lambda: False) == expected
+    large.close()
+    small.close()
 
 
 HEADS = [
@@ -363,6 +397,20 @@ async def test_a_snapshot_has_the_bytes_of_every_space() -> None:
     assert same(bytes_at(pool, there), before) and same(bytes_at(pool, untouched), was)
     held.close()
     assert store.host.places.at_rest()
+    await store.close()
+    pool.close()
+
+
+@pytest.mark.parametrize(("space", "named"), [(0, "page"), (1, "'window' page"), (2, "row")])
+async def test_a_place_of_any_space_is_restored_once(space: int, named: str) -> None:
+    pool = small()
+    store = SnapshotStore(pool, 1 << 14)
+    places = pool.layout.split(pool.places.take_room((2, 2, 2), "mine"))
+    held = await store.take(places)
+    twice = tuple(own[[0, 0]] if i == space else own for i, own in enumerate(places))
+    with pytest.raises(OwnershipError, match=f"a {named} is named twice"):
+        await store.restore(held, twice)
+    held.close()
     await store.close()
     pool.close()
 

@@ -577,6 +577,7 @@ def test_a_room_has_places_of_every_space_of_the_pool() -> None:
             with pytest.raises(kvflow.MisuseError, match=why):
                 target.offer(wrong)
         target.offer(lent)
+        assert sorted(decode.pages.busy(range(layout.num_places))) == sorted(lent)
         wait_for(prefill, "matched", sending)
         assert sending.counts_left == (3, 2, 1) and sending.left == 6
         for wrong, why in (
@@ -599,6 +600,11 @@ def test_a_room_has_places_of_every_space_of_the_pool() -> None:
         wait_for(decode, "released", target)
         for side in (prefill, decode):
             assert side.ask(lambda node: node.counts.bytes_moved) == layout.room_bytes((3, 2, 1))
+        again = opened(prefill, decode, 8, lent.tolist())
+        assert sorted(decode.pages.busy(range(layout.num_places))) == sorted(lent)
+        again.close()
+        wait_for(decode, "released", again)
+    assert prefill.pages.at_rest() and decode.pages.at_rest()
 
 
 def test_a_room_is_announced_before_its_pages_are_there() -> None:

@@ -118,6 +118,7 @@ async def test_every_byte_of_three_spaces_arrives(
             assert all(map(np.array_equal, every(b), was))
         for sources, targets, text in (
             (pages(0, 8), pages(9, 0), "is written onto a"),
+            (pages(8, 18), pages(20, 9), "'window' is written onto a row of space 'rows'"),
             (pages(0, 18), pages(0, 9), "lists differ"),
             (pages(23), pages(24), "outside"),
             (pages(22), pages(25), "outside"),
@@ -290,6 +291,50 @@ async def test_a_route_leaves_rows_for_others(rows: int, owned: int) -> None:
             assert isinstance(route, StagedRoute)
             assert route.slice_counts == (4, 4, 1)
             assert [own.size for own in route.places] == [12, 12, owned]
+
+
+async def test_slices_of_every_space_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = pool_of(96, "page_first", 1), pool_of(9, "page_first", 2)
+    one_page, one_of_window, _ = a.layout.place_bytes
+    assert 2 * one_page > 3 * one_of_window
+    monkeypatch.setattr(staged, "SLICE_BYTES", 3 * one_of_window)
+    async with planes("staged", a, b) as (source, target):
+        source.export(a.layout)
+        route = await source.connect(*target.export(b.layout))
+        assert isinstance(route, StagedRoute)
+        assert route.slice_counts == (1, 3, 1)
+
+
+async def test_routes_share_no_part_of_a_page_of_any_space() -> None:
+    """Only the pages of the window are divided, so that each has four parts."""
+    kinds = [
+        StateKind("0.k", "uint8", (3,)),
+        StateKind("1.k", "uint8", (5,), space="window"),
+        StateKind("2.ssm", "uint8", (7,), ROW),
+    ]
+    large, small = (
+        PagedPool.allocate(
+            build_layout(
+                kinds, spaces=(Space("pages", 96, 4), Space("window", n, size), Space("rows", 9, 0))
+            )
+        )
+        for n, size in ((96, 8), (384, 2))
+    )
+    async with planes("staged", large, small) as (source, target):
+        source.export(large.layout)
+        address = target.export(small.layout)
+        routes = [await source.connect(*address) for _ in range(3)]
+        parts: list[list[int]] = [[], [], []]
+        for route in routes:
+            assert isinstance(route, StagedRoute)
+            owned = route.staging.host.layout.split(route._owned)
+            for space, (own, fine) in enumerate(zip(owned, route.places, strict=True)):
+                split = 4 if space == 1 else 1
+                assert sorted(fine.tolist()) == [
+                    int(place) * split + part for place in np.sort(own) for part in range(split)
+                ]
+                parts[space] += fine.tolist()
+        assert all(len(set(own)) == len(own) for own in parts)
 
 
 @pytest.mark.parametrize("lacking", range(3))
