@@ -11,7 +11,7 @@ from kvflow.connectors.vllm import prefill_worker
 from kvflow.connectors.vllm.messages import Computed, Offer, StepMeta
 from kvflow.node.threads.rooms import RoomEvent
 from kvflow.protocols.errors import Code
-from tests.connectors.vllm.worker_pair import NAME, PAGES, ROOM, Pair, pair
+from tests.connectors.vllm.worker_pair import MANY_GROUPS, NAME, PAGES, ROOM, Pair, pair
 
 
 def computed(*blocks: int, is_all: bool = False) -> dict[str, Computed]:
@@ -34,6 +34,18 @@ def test_blocks_stream_as_they_are_computed() -> None:
         each.assert_loaded()
         each.step_prefill(computed=computed(3, 1, 2, is_all=True))  # all of it was sent before
         each.step_prefill(finished={NAME: False})  # vLLM has not asked before
+        each.ends("sent received")
+
+
+def test_a_window_that_is_computed_in_two_steps_is_sent_once() -> None:
+    with pair(groups=MANY_GROUPS) as each:
+        each.step_prefill(sources=[each.source()])
+        each.offer(Offer([[20, 21], [22, 23], [24]], 0), is_announced=True)
+        each.until(lambda: each.room().matched)
+        each.step_prefill(computed={NAME: Computed([[1], [2, 3], []], False)})
+        assert list(each.room().counts_left) == [1, 1, 1]
+        whole = Computed([[1, 4], [2, 3, 5], [6]], True)
+        each.step_prefill(computed={NAME: whole}, finished={NAME: False})
         each.ends("sent received")
 
 
