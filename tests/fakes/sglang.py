@@ -221,7 +221,9 @@ def new_modules(version: str) -> dict[str, ModuleType]:
         "get_serving": _returns(host="127.0.0.1"),
         "get_device": _returns(device="cpu"),
         "get_disagg": _returns(
-            disaggregation_transfer_backend="kvflow", disaggregation_mode="decode"
+            disaggregation_transfer_backend="kvflow",
+            disaggregation_mode="decode",
+            disaggregation_decode_enable_radix_cache=False,
         ),
     }
     queues = {

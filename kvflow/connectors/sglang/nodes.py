@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_parallel, get_serving
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
 from kvflow.connectors.sglang.counterpart import SIZES, resolver
@@ -143,6 +143,12 @@ def decode_node(pool: PagedPool, args: Any, settings: Settings, place: Place) ->
         raise MisuseError(
             "KVFLOW_SGLANG_TRANSFER_BACKEND local: SGLang has allocated this kind of KV cache in "
             "private memory, so no prefill can write into it; use mooncake or nixl"
+        )
+    keeps_prefixes = getattr(get_disagg(), "disaggregation_decode_enable_radix_cache", False)
+    if keeps_prefixes and any(space.window for space in pool.layout.spaces):
+        log.warning(
+            "--disaggregation-decode-enable-radix-cache: with a sliding window, SGLang 0.5.23 "
+            "wrongly answers some prompts that begin as a cached one does, with its own backend too"
         )
     plane = open_plane(settings.transfer_backend, pool.segment, None, host, _device(args, settings))
     connect = partial(connect_dealer, key=read_key(settings.control_key_file))

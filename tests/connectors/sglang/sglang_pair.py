@@ -177,10 +177,16 @@ def pair(
     *,
     first: int = 1,
     states: bool = False,
+    radix: bool = False,
     **environment: object,
 ) -> Iterator[Pair]:
-    """Prefill's page p holds p + 1. At the end both are at rest, and nothing is owed."""
+    """Prefill's page p holds p + 1. At the end both are at rest, and nothing is owed.
+
+    With `radix`, decode keeps prefixes.
+    """
     modules = sglang.install(monkeypatch)
+    disagg: Any = modules["sglang.srt.runtime_context"]
+    disagg.get_disagg().disaggregation_decode_enable_radix_cache = radix
     values = {"TRANSFER_BACKEND": "local", "FINGERPRINT": "m", "LOST_AFTER_S": 60, **environment}
     for name, value in values.items():
         monkeypatch.setenv(f"KVFLOW_SGLANG_{name}", str(value))

@@ -70,6 +70,14 @@ def test_window_pages_and_rows_arrive_with_the_last_chunk(monkeypatch: Patch) ->
         assert each.target.rows[:, 0].tolist() == [0, 202, 0]
 
 
+@pytest.mark.parametrize(("states", "radix"), [(True, True), (True, False), (False, True)])
+def test_decode_warns_of_windows_beside_kept_prefixes(
+    monkeypatch: Patch, caplog: pytest.LogCaptureFixture, states: bool, radix: bool
+) -> None:
+    with pair(monkeypatch, states=states, radix=radix):
+        assert ("with a sliding window" in caplog.text) is (states and radix)
+
+
 def test_too_few_window_pages_fail_the_request(monkeypatch: Patch) -> None:
     with pair(monkeypatch, states=True) as each:
         request = each.request()
