@@ -237,6 +237,7 @@ def test_up_without_mooncake_is_one_line(tmp_path: Path) -> None:
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
     before = f"import os; os.environ['PYTHONPATH'] = {path!r}"
     done = run("up", "--port", "0", "--transfer-backend", "mooncake", before=before)
+    assert done.stderr.count("\n") == 2, done.stderr
     first, last = done.stderr.splitlines()
     assert first == "kvflow up: starting 1 prefill, 1 decode and a router on port 0 for kvflow-demo"
     assert re.fullmatch(r"kvflow up: error: (prefill|decode): mooncake is not installed: .*", last)

@@ -275,10 +275,16 @@ class Worker:
             "owned": {str(owner): count for owner, count in pages.owned().items()},
             "endings": counts.endings,
             "bytes_moved": counts.bytes_moved,
-            "troubles": self.engine.failed_steps
-            + counts.handler_errors
-            + counts.malformed
-            + counts.undelivered,
+            "troubles": {
+                name: count
+                for name, count in (
+                    ("failed steps", self.engine.failed_steps),
+                    ("handler errors", counts.handler_errors),
+                    ("malformed", counts.malformed),
+                    ("undelivered", counts.undelivered),
+                )
+                if count
+            },
         }
 
     async def _prefill(self, asks: list[Ask]) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from kvflow.protocols.errors import AbortedError, Code
 from kvflow.testing.pair import Pair, until
 from tests.handlers.scenes import PROMPT, code_of, links, slow_way, success
 
+# The error gives what is left of the deadline when the room opens, which is less on a busy machine.
+ABOUT_30_S = r"deadline of (30|29\.\d+) s"
+
 
 async def test_while_prefill_does_not_answer(p: Pair) -> None:
     p.network.cut()
@@ -19,7 +22,7 @@ async def test_while_prefill_does_not_answer(p: Pair) -> None:
     p.clock(p.decode).advance(29)
     assert not room.ended
     p.clock(p.decode).advance(2)
-    with pytest.raises(AbortedError, match="room 7: deadline of 30 s has passed"):
+    with pytest.raises(AbortedError, match=rf"room 7: {ABOUT_30_S} has passed"):
         await opening
     assert await code_of(room.landed()) is Code.DEADLINE
     await room.released()
@@ -34,7 +37,7 @@ async def test_while_prefill_cannot_reach_our_memory(p: Pair) -> None:
     opening = asyncio.ensure_future(room.opened())
     await until(lambda: source.phase.name == "ANNOUNCED")
     p.clock(p.decode).advance(31)
-    with pytest.raises(AbortedError, match="deadline of 30 s"):
+    with pytest.raises(AbortedError, match=ABOUT_30_S):
         await opening
     assert await code_of(source.matched()) is Code.DEADLINE
     go_on.set()
