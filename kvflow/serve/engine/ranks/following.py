@@ -258,24 +258,24 @@ class StepFollower:
                 await self._execute(message)
             except _GenerationOverError:
                 continue
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 # Every error is reported, because the other ranks wait for this one.
                 # If the generation ended meanwhile, the step was aborted, and no rank waits, unless
                 # the shards of this stage run it to its end.
-                if self._open:
+                if self._open or self._finishing:
                     self._report_failure(error)
-                elif self._finishing:
-                    self._finishing = False
-                    self.failed_steps += 1
-                    log.exception("a prefill step failed")
-                    self._neighbours.abort()
         self._forget()
 
     def _report_failure(self, error: Exception) -> None:
         """Report a failed step, because the other ranks wait for data that will not come."""
         self.failed_steps += 1
-        self._failed = self._generation
         log.exception("a prefill step failed")
+        if not self._open:
+            # Only the other shards of this stage still wait, and within the step itself.
+            self._finishing = False
+            self._neighbours.abort()
+            return
+        self._failed = self._generation
         cause = Cause(Code.ENGINE_ERROR, f"prefill step failed: {type(error).__name__}")
         if isinstance(error, KvflowError):
             cause = error.cause()
