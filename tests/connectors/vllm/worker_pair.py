@@ -46,6 +46,8 @@ class Gate:
     def __init__(self) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
         self.open.set()
+        # Called when bytes have landed, before the write is reported.
+        self.landed: Callable[[], object] = lambda: None
 
 
 class _GatedJob:
@@ -58,7 +60,9 @@ class _GatedJob:
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         self._gate.reached.set()
         self._gate.open.wait(PATIENCE_S)
-        return int(self._job.advance(max_bytes, cancelled))
+        left = int(self._job.advance(max_bytes, cancelled))
+        self._gate.landed()
+        return left
 
 
 class GatedPlane(kvflow.LocalPlane):
