@@ -4,8 +4,9 @@ model thread there.
 The later stage binds. Each frame carries its generation and step, its shape and dtype, and then the
 bytes of the tensor, which are sent without a copy. The receiver returns a credit for each frame, so
 at most `MAX_IN_FLIGHT` frames are under way: the earlier stage runs ahead by that many calls of the
-model, and then waits. Frames and credits of an earlier generation are dropped. If the other end
-dies, a wait lasts until `abort` is called: this module does not detect the death of a process.
+model, and then waits. Each generation has a connection of its own, and frames of an earlier one are
+dropped. If the other end dies, a wait lasts until `abort` is called: this module does not detect
+the death of a process.
 
 Frames are not authenticated. The address is a Unix socket in a directory that only its owner can
 enter, or a port of a loopback interface, which any user of the machine can reach.
@@ -114,9 +115,7 @@ class _End:
         self.generation, self.step, self.call = 0, -1, 0
         self._address, self._aborted, self._lock = address, False, threading.Lock()
         self._context = zmq.Context(1)
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
+        self._socket = self._new_socket()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             (self._socket.bind if bind else self._socket.connect)(address)
@@ -128,6 +127,12 @@ class _End:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
+
+    def _new_socket(self) -> zmq.Socket[bytes]:
+        made = self._context.socket(zmq.DEALER)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.RECONNECT_IVL, 20)
+        return made
 
     @property
     def address(self) -> str:
@@ -194,11 +199,25 @@ class HiddenSender(_End):
         super().__init__(address, bind=False)
         self._most, self._sent, self._received = max_in_flight, 0, 0
         self._discarding = False
+        self._is_stale = False  # the socket was used in an earlier generation
 
     def begin(self, generation: int) -> None:
         super().begin(generation)
+        self._is_stale = self._is_stale or self._sent > 0
         self._sent = self._received = 0
         self._discarding = False
+
+    def _connect_again(self) -> None:
+        # If the later stage was started again, ZMQ may not know yet that the old connection has
+        # ended, and would lose a frame that is sent there. Only the model thread may do this,
+        # because it uses the socket.
+        self._is_stale = False
+        with self._lock:
+            self._poller.unregister(self._socket)
+            self._socket.close(linger=0)
+            self._socket = self._new_socket()
+            self._socket.connect(self._address)
+            self._poller.register(self._socket, zmq.POLLIN)
 
     def discard(self) -> None:
         self._discarding = True
@@ -210,6 +229,8 @@ class HiddenSender(_End):
         return self._sent - self._received
 
     def send(self, hidden: torch.Tensor) -> None:
+        if self._is_stale:
+            self._connect_again()
         self._take_credits(wait=False)
         while self.in_flight >= self._most and not self._discarding:
             self._take_credits(wait=True)
