@@ -64,6 +64,9 @@ def prompts() -> list[list[int]]:
 class Storm:
     def __init__(self, pair: EnginePair, chance: random.Random, expected: list[list[int]]) -> None:
         self.pair, self.chance, self.expected = pair, chance, expected
+        # Every kind of request is there, whatever chance says.
+        self.hows = [HOWS[i % len(HOWS)] for i in range(REQUESTS)]
+        chance.shuffle(self.hows)
         self.ended: Counter[str] = Counter()
 
     async def _weather(self) -> None:
@@ -76,9 +79,9 @@ class Storm:
         for side in (self.pair.source, self.pair.target):
             assert side.pages.free_pages + sum(side.pages.owned().values()) == side.pages.capacity
 
-    async def request(self, _: int) -> None:
+    async def request(self, number: int) -> None:
         await self._weather()
-        await self._one(self.chance.choice(HOWS), self.chance.randrange(len(self.expected)))
+        await self._one(self.hows[number], self.chance.randrange(len(self.expected)))
 
     async def _turns(self) -> None:
         await turns(self.chance, 0, 1, 5, 30, 100, 300)
