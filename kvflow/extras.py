@@ -5,7 +5,15 @@ from __future__ import annotations
 # Import names, which may differ from the names of the distributions.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "server": ("aiohttp", "prometheus_client", "rich", "typer", "uvloop"),
-    "engine": ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "jinja2"),
+    "engine": (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "huggingface_hub",
+        "jinja2",
+        "llguidance",
+    ),
     "mooncake": ("mooncake",),
     "nixl": ("nixl_cu12",),
 }

@@ -5,6 +5,7 @@ official client."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -271,6 +272,56 @@ async def _forced_tokens(on: Service, body: str, name: str) -> None:
     assert text_of(shown) == "</s>" * 6
     stopped = await on.ask(body, logit_bias={"300": 100}, stop_token_ids=[300])
     assert count_of(stopped) == 1
+
+
+SCHEMA = {"enum": ["a b", 42]}
+TAG = {"structures": [{"begin": "<f>", "schema": SCHEMA, "end": "</f>"}], "triggers": ["<f"]}
+JSON = r'"a b"|42'
+GRAMMARS: dict[str, list[tuple[Any, str]]] = {
+    "response_format": [
+        ({"type": "json_object"}, r"(?s)\{.*"),
+        ({"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}, JSON),
+        ({"type": "structural_tag", **TAG}, "(?s).*"),
+    ],
+    "structured_outputs": [
+        ({"json": SCHEMA}, JSON),
+        ({"json": json.dumps(SCHEMA)}, JSON),
+        ({"json_object": True}, r"(?s)\{.*"),
+        ({"regex": "[xy]{3}"}, "[xy]{3}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'root ::= "ab" | "cd"'}, "ab|cd"),
+        ({"grammar": 'start: "ab" | "cd"'}, "ab|cd"),
+        ({"structural_tag": json.dumps(TAG)}, "(?s).*"),
+    ],
+    "guided_json": [(SCHEMA, JSON), (json.dumps(SCHEMA), JSON)],
+    "guided_regex": [("[xy]{3}", "[xy]{3}")],
+    "guided_choice": [(["yes", "no"], "yes|no")],
+    "guided_grammar": [('root ::= "ab" | "cd"', "ab|cd")],
+    "json_schema": [(SCHEMA, JSON), (json.dumps(SCHEMA), JSON)],
+    "regex": [("[xy]{3}", "[xy]{3}")],
+    "ebnf": [('root ::= "ab" | "cd"', "ab|cd")],
+    "structural_tag": [(json.dumps(TAG), "(?s).*")],
+}
+OF_OPENAI = "response_format structured_outputs guided_json guided_regex guided_choice"
+
+
+@of(
+    *(f"ct:{name}" for name in (*OF_OPENAI.split(), "guided_grammar")),
+    *(f"cts:{name}" for name in ("json_schema", "regex", "ebnf", "structural_tag")),
+)
+async def _grammars(on: Service, body: str, name: str) -> None:
+    for value, pattern in GRAMMARS[name]:
+        answer = await on.ask(body, **{name: value})
+        assert re.fullmatch(pattern, text_of(answer)), (value, answer)
+    where = "sampling_params." if body == "s" else ""
+    other = "ebnf" if name == "regex" else "regex"
+    for wrong, why in (
+        ({name: GRAMMARS[name][0][0], other: "a"}, f"{where}{other}.* restrict the answer"),
+        ({other: "(", "ignore_eos": True}, "ignore_eos: an answer that matches a grammar"),
+        ({other: "("}, f"{other} cannot be "),
+    ):
+        with pytest.raises((openai.BadRequestError, AssertionError), match=f"400.*{why}"):
+            await on.ask(body, **wrong)
 
 
 @of("ct:min_tokens", "s:min_new_tokens")

@@ -35,6 +35,7 @@ from kvflow.serve.http.schemas import (
     Rooms,
     stops_of,
 )
+from kvflow.serve.http.structured import grammar_of
 from kvflow.transports.control.registry import registry_address
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -152,6 +153,7 @@ def _params_of_prompt(
         fields = {
             **_sampling_fields(sampling, seed, {}),
             "min_new_tokens": sampling.min_new_tokens or 0,
+            "grammar": grammar_of(sampling, "sampling_params."),
         }
         made[id(sampling)] = fields
     most = sampling.max_new_tokens
@@ -242,6 +244,7 @@ def _openai_fields(
         "min_new_tokens": body.min_tokens or 0,
         "bad_words": bad_words,
         "priority": priority,
+        "grammar": grammar_of(body),
     }
 
 

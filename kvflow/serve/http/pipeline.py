@@ -36,7 +36,8 @@ from kvflow.http.large_bodies import MAX_ADDED_BYTES, take_apart
 from kvflow.http.responses import long_json_response
 from kvflow.http.sse import Arrivals, EventStream
 from kvflow.node.prompt_logprobs import PromptLogprobs
-from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError
+from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError, MisuseError
+from kvflow.serve.engine.model.grammars import Grammar, Grammars
 from kvflow.serve.http.completion import Completion, Delta, detokenize
 from kvflow.serve.http.completion_service import CompletionService, GenerationRequest
 from kvflow.serve.http.generation_requests import RequestLimits, rooms_of, with_digests
@@ -102,9 +103,12 @@ class CompletionPipeline(Drainable):
         keepalive_s: float = 0.1,
         headers_after_s: float = 10.0,
         low_priority_first: bool = False,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars` are those of the model. Without them, every grammar is refused."""
         super().__init__()
         self.tokenizer = tokenizer
+        self._grammars = grammars
         self.metrics = metrics
         self.choices = RunningChoices()
         # Completions that may run or wait at once. A body may have several.
@@ -151,6 +155,7 @@ class CompletionPipeline(Drainable):
                     requests = await call.generation_requests(self)
                     self._check_room_for(len(requests))
                     stack.enter_context(self.count_running(len(requests) - 1))
+                    await self._compile({request.params.grammar for request in requests})
                     requests = await with_digests(requests)
                     detokenizers = [
                         self.tokenizer.detokenizer(request.params) for request in requests
@@ -173,6 +178,18 @@ class CompletionPipeline(Drainable):
             async with asyncio.timeout_at(ends):
                 answer = await self._collect(call, requests, sources, meter)
             return await long_json_response(http, answer)
+
+    async def _compile(self, asked: set[Grammar | None]) -> None:
+        """Compile grammars. Raises: RequestError (400) if one cannot be compiled."""
+        for grammar in asked:
+            if grammar is None:
+                continue
+            if self._grammars is None:
+                raise RequestError("this server has no grammars")
+            try:
+                await self._grammars.compile(grammar)
+            except MisuseError as error:
+                raise RequestError(str(error)) from None
 
     def end_requests(self) -> None:
         self.service.end_requests()

@@ -16,6 +16,12 @@ from kvflow.http.errors import RequestError
 from kvflow.protocols.errors import MisuseError
 from kvflow.serve.engine.scheduler.stops import StopStrings
 from kvflow.serve.http.fields import BODIES, refused_in
+from kvflow.serve.http.structured import (
+    AllowedTexts,
+    Json,
+    ResponseFormat,
+    StructuredOutputs,
+)
 
 Temperature = Annotated[float, Meta(ge=0, le=100)]
 Share = Annotated[float, Meta(gt=0, le=1)]
@@ -92,6 +98,10 @@ class GenerateSampling(msgspec.Struct, frozen=True, kw_only=True):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    json_schema: str | Json | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class GenerateRequest(Rendezvous, frozen=True, kw_only=True):
@@ -139,6 +149,16 @@ class _OpenAIRequest(Rendezvous, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     bad_words: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Json | str | None = None
+    guided_regex: str | None = None
+    guided_choice: AllowedTexts | None = None
+    guided_grammar: str | None = None
+    json_schema: str | Json | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
 
 
 class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):

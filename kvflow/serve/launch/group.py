@@ -280,7 +280,6 @@ async def run_rank(spec: PrefillRankSpec) -> None:
             neighbours=model.neighbours,
             shards=spec.shards,
             tells_openings=settings.optimistic_prefill > 0,
-            eos_ids=model.eos_ids,
             prefetch=settings.cache_prefetch_policy,
         )
 

@@ -76,6 +76,7 @@ async def loaded_model(
         try:
             yield model, executor
         finally:
+            model.grammars.close()
             model.neighbours.close()
     finally:
         executor.close()

@@ -223,6 +223,7 @@ async def _serve(
         keepalive_s=settings.sse_keepalive_s,
         headers_after_s=settings.sse_headers_after_s,
         low_priority_first=settings.schedule_low_priority_values_first,
+        grammars=model.grammars,
     )
     switch = RoleSwitch(pipeline, running, roles.start)
     routes = [

@@ -265,7 +265,6 @@ class Stages:
             status=self._status,
             neighbours=model.neighbours,
             tells_openings=self._tells_openings,
-            eos_ids=model.eos_ids,
             prefetch="wait_complete",
         )
 

@@ -75,7 +75,6 @@ class Follower:
             hello=hello,
             status=self._status,
             neighbours=neighbours,
-            eos_ids=frozenset(),
             shards=shards,
         )
         self.steps._say_hello = lambda: None  # type: ignore[method-assign]

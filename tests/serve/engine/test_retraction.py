@@ -471,7 +471,7 @@ def test_what_is_computed_again_begins_with_what_the_cache_has_by_then(
     )
     nothing: Any = None
     calls = dict.fromkeys(("back", "failed", "moved"), nothing)
-    retractions = Retractions(nothing, nothing, nothing, frozenset(), recompute=True, **calls)
+    retractions = Retractions(nothing, nothing, nothing, recompute=True, **calls)
     retractions._look_again(request)
     looks = not held and not copied
     assert asked == [19] * looks, "the last token is always computed"

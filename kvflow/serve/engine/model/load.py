@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import StateKind, unit_bytes
 from kvflow.serve.engine.model.device import find_device
+from kvflow.serve.engine.model.grammars import Grammars
 from kvflow.serve.engine.model.identity import fingerprint
 from kvflow.serve.engine.model.parallel.division import of_every_shard
 from kvflow.serve.engine.model.parallel.joining import joined
@@ -77,6 +79,11 @@ class LoadedModel:
     def device(self) -> torch.device:
         found: torch.device = self.model.device
         return found
+
+    @functools.cached_property
+    def grammars(self) -> Grammars:
+        """The grammars of requests to this model. Close them after the last request."""
+        return Grammars(self.tokenizer, self.vocab_size, self.eos_ids)
 
     @property
     def streams(self) -> list[StateKind]:

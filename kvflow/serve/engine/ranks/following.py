@@ -54,7 +54,6 @@ class StepFollower:
         hello: wire.Hello,
         status: Callable[[], wire.Status],
         neighbours: Neighbours,
-        eos_ids: frozenset[int],
         shards: int = 1,
         tells_openings: bool = False,
         owner: Hashable = "prefill",
@@ -67,7 +66,7 @@ class StepFollower:
         """
         self._shards, self._tells_openings = shards, tells_openings
         self.steps, self._socket, self._neighbours = steps, socket, neighbours
-        self._hello, self._status, self._eos_ids = hello, status, eos_ids
+        self._hello, self._status = hello, status
         self._owner = owner
         self.requests: dict[int, Followed] = {}  # by ticket
         self._loads = Loads(steps, prefetch, self._answer)
@@ -445,7 +444,7 @@ class StepFollower:
             sequence,
             found.room,
             found.params,
-            self._eos_ids,
+            self.steps.adjustments_of(found.params, sequence),
             ticket=ticket,
             namespace=found.namespace,
         )

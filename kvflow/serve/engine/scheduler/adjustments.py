@@ -1,7 +1,10 @@
-"""Changes that transformers' logits processors make to logits before a token is chosen."""
+"""Changes of logits before a token is chosen: transformers' logits processors, and grammars."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy.typing as npt
 import torch
 from transformers.generation.logits_process import (
     LogitsProcessor,
@@ -12,6 +15,8 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
+from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.model.grammars import Grammars, Matcher
 from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.scheduler.params import SamplingParams
 
@@ -38,12 +43,38 @@ class Adjustments:
     model thread makes the calls; `sequence` must hold all tokens before the one to choose.
     """
 
-    def __init__(self, params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        sequence: Sequence,
+        eos_ids: frozenset[int],
+        matcher: Matcher | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """`matcher` is the beginning of the request's grammar, which `grammars` compiled."""
         self._params, self._sequence, self._eos_ids = params, sequence, eos_ids
+        self._matcher, self.grammars = matcher, grammars
         self._processors: LogitsProcessorList | None = None
 
+    def over(self, sequence: Sequence) -> Adjustments:
+        """Return the same for a sequence with the same tokens. Use only the result afterwards."""
+        return Adjustments(self._params, sequence, self._eos_ids, self._matcher, self.grammars)
+
+    @property
+    def error(self) -> str:
+        """Why the grammar cannot go on, or "". Its masks allow every token from then on."""
+        return "" if self._matcher is None else self._matcher.error
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if `__call__` changes anything, as it does not for a grammar alone."""
+        return self._params.changes_logits
+
     def __call__(self, logits: torch.Tensor, position: int) -> torch.Tensor:
-        """Return a changed float32 copy of `logits` [vocabulary] for the token at `position`."""
+        """Return a changed float32 copy of `logits` [vocabulary] for the token at `position`.
+
+        The grammar is left out.
+        """
         if self._processors is None:
             self._processors = LogitsProcessorList(self._made(logits.shape[-1], logits.device))
         tokens = torch.from_numpy(self._sequence.tokens[:position]).to(logits.device)
@@ -52,6 +83,12 @@ class Adjustments:
             logits[None].float(),
         )
         return changed[0]
+
+    def answer(self, position: int) -> tuple[Matcher, npt.NDArray[Any]] | None:
+        """Return the matcher of the grammar and the tokens before `position`, if it has one."""
+        if self._matcher is None:
+            return None
+        return self._matcher, self._sequence.tokens[self._sequence.prompt_length : position]
 
     def _made(self, vocabulary: int, device: torch.device) -> list[LogitsProcessor]:
         # An id that has an embedding but no logit is left out: the model never generates it.
@@ -81,6 +118,20 @@ class Adjustments:
 
 
 def adjustments_of(
-    params: SamplingParams, sequence: Sequence, eos_ids: frozenset[int]
+    params: SamplingParams,
+    sequence: Sequence,
+    eos_ids: frozenset[int],
+    grammars: Grammars | None = None,
 ) -> Adjustments | None:
-    return Adjustments(params, sequence, eos_ids) if params.adjusts else None
+    """Return what changes the logits of a request, or None if nothing does.
+
+    Raises: MisuseError if the request has a grammar that cannot be compiled.
+    """
+    if not params.adjusts:
+        return None
+    matcher = None
+    if params.grammar is not None:
+        if grammars is None:
+            raise MisuseError("this engine has no grammars")
+        matcher = grammars.matcher(params.grammar)
+    return Adjustments(params, sequence, eos_ids, matcher, grammars)

@@ -26,7 +26,7 @@ from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.budget import Admission
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
-from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
+from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose, masks_ahead
 
 # Steps that end within this time share a delivery, because each delivery takes the interpreter lock
 # from the model thread.
@@ -88,9 +88,11 @@ class DecodeRequest:
         s = self.sequence
         return s.pages_missing(s.length - 1 + min(steps, self.tokens_left))
 
-    def came_back(self, sequence: Sequence, adjustments: Adjustments | None) -> None:
+    def came_back(self, sequence: Sequence) -> None:
         """Continue after a retraction, with the same tokens at other places in the pool."""
-        self.sequence, self.adjustments = sequence, adjustments
+        self.sequence = sequence
+        if self.adjustments is not None:
+            self.adjustments = self.adjustments.over(sequence)
         self.settled = sequence.computed
         self.protected_until = self.generated + sequence.page_size
 
@@ -189,17 +191,18 @@ class Burst:
 
     def _step(self, batch: list[DecodeRequest]) -> Tokens:
         rows, chosen = self._rows(batch)
+        draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in chosen]
+        masks = masks_ahead(draws)
         hidden: torch.Tensor | None = None
         if any(r.params.hidden_states for r in batch):
             logits, hidden = self._runner.forward_with_hidden(rows)
         else:
             logits = self._runner.forward(rows)
-        draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in chosen]
         for row in rows:
             row.sequence.computed += row.new
         tokens: Tokens = []
         for i, (request, choice) in enumerate(
-            zip(chosen, choose(logits, draws) if draws else (), strict=True)
+            zip(chosen, choose(logits, draws, masks) if draws else (), strict=True)
         ):
             request.sequence.append(choice.token_id)
             out = request.token_out(choice, self._eos_ids)

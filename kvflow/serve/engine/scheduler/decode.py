@@ -133,7 +133,6 @@ class DecodeEngine(EngineLoop):
             self._budget,
             self._ratio,
             self._snapshots,
-            model.eos_ids,
             recompute=recompute,
             back=self._join,
             failed=self._fail,
@@ -278,6 +277,8 @@ class DecodeEngine(EngineLoop):
                 if prefix is not None:
                     admission.cover(int(prefix.pages.size))
                 admission.took(self._layout.counted(room.pages)[0])
+            if params.grammar is not None:
+                await self._model.grammars.compile(params.grammar)
             handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
@@ -340,7 +341,7 @@ class DecodeEngine(EngineLoop):
             sequence.begin_with(prefix.pages)
         sequence.add(places)
         sequence.computed = sequence.prompt_length
-        adjustments = adjustments_of(params, sequence, self._model.eos_ids)
+        adjustments = adjustments_of(params, sequence, self._model.eos_ids, self._model.grammars)
         return DecodeRequest(
             number, sequence, resident, params, limit, admission, adjustments, handoff, prefix
         )
@@ -495,6 +496,9 @@ class DecodeEngine(EngineLoop):
         for request, out in itertools.chain.from_iterable(steps):
             if not self._is_running(request):
                 continue
+            if request.adjustments is not None and request.adjustments.error:
+                self._fail(request, _grammar_error(request.adjustments.error))
+                continue
             request.stepped()
             if out.finish_reason is not None:
                 self._keep(request)
@@ -510,3 +514,7 @@ class DecodeEngine(EngineLoop):
                 request.tokens.put_nowait(out)
         if self._outgoing:
             asyncio.get_running_loop().call_soon(self._hand_out)
+
+
+def _grammar_error(text: str) -> KvflowError:
+    return room_error(Cause(Code.ENGINE_ERROR, f"the grammar of the answer cannot go on: {text}"))

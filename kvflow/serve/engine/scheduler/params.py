@@ -17,6 +17,7 @@ import msgspec
 from kvflow.node.packed_array import PackedArray
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.engine.scheduler.stops import StopStrings
 
 FinishReason = Literal["stop", "length"]
@@ -104,6 +105,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     the prompt's tokens after this position. Prefill chooses one token for every prompt; if
     `max_new_tokens` is 0, the caller drops that token.
 
+    `grammar` restricts the answer to texts that the grammar matches. It has precedence over
+    parameters that ban tokens, and ends the answer where nothing more can follow.
+
     `hidden_states` asks for the last hidden state from which each token was chosen.
 
     `priority` decides which requests wait, not which tokens are chosen. The waiting request with
@@ -135,6 +139,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     hidden_states: bool = False
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -170,6 +175,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise MisuseError(
                 f"priority {self.priority} is outside {-MAX_PRIORITY - 1}..{MAX_PRIORITY}"
             )
+        if self.grammar is not None and self.ignore_eos:
+            raise MisuseError(
+                "ignore_eos: an answer that matches a grammar ends with it; leave one of them out"
+            )
         # These types check their values once, however many requests of one body share them.
         msgspec.structs.force_setattr(self, "stop", StopStrings(self.stop))
         msgspec.structs.force_setattr(self, "logit_bias", LogitBias(self.logit_bias))
@@ -177,6 +186,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def adjusts(self) -> bool:
+        """True if anything changes the model's choice of a token, besides sampling."""
+        return self.changes_logits or self.grammar is not None
+
+    @property
+    def changes_logits(self) -> bool:
         return bool(
             self.min_new_tokens
             or self.frequency_penalty
@@ -220,7 +234,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         drawn = None if self.greedy else (*floats, max(self.top_k, 0), self.seed)
         spared = (self.ignore_eos, sorted(set(self.stop_token_ids))) if spares_ending else None
         biases = sorted((token_id, float(bias)) for token_id, bias in self.logit_bias)
-        decides = drawn, spared, float(self.repetition_penalty), biases, sorted(set(self.bad_words))
+        decides: tuple[object, ...] = (
+            drawn,
+            spared,
+            float(self.repetition_penalty),
+            biases,
+            sorted(set(self.bad_words)),
+        )
+        # Workers of earlier versions have digests of five values.
+        if self.grammar is not None:
+            decides = *decides, self.grammar
         return hashlib.blake2b(msgspec.msgpack.encode(decides), digest_size=8).digest()
 
     def seed_or_random(self) -> int:

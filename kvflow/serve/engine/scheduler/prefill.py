@@ -152,6 +152,8 @@ class PrefillEngine(EngineLoop):
         try:
             self._refuse_when_closing()
             self.check(prompt, params)
+            if params.grammar is not None:
+                await self._model.grammars.compile(params.grammar)
             request = self._new_request(room, prompt, params, namespace=namespace)
             if into is None:
                 self.may_begin(request)
@@ -262,15 +264,14 @@ class PrefillEngine(EngineLoop):
         namespace: Namespace = ANY,
     ) -> PrefillRequest:
         sequence = Sequence(("prefill", next(self._numbers)), prompt, 0, self._page_size)
-        model = self._model
         request = PrefillRequest(
             sequence,
             room,
             params,
-            model.eos_ids,
+            self.steps.adjustments_of(params, sequence),
             ticket=ticket,
             namespace=namespace,
-            fewest_tokens=model.fewest_tokens,
+            fewest_tokens=self._model.fewest_tokens,
         )
         self._unmatched.add(id(request))
         return request

@@ -29,7 +29,7 @@ from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.sequence import Sequence, in_one_list
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.model.thread import ModelThread
-from kvflow.serve.engine.scheduler.adjustments import adjustments_of
+from kvflow.serve.engine.scheduler.adjustments import Adjustments, adjustments_of
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.serve.engine.scheduler.prefetch import bring
 from kvflow.serve.engine.scheduler.prefill_states import PromptStates, StepCopies
@@ -59,7 +59,7 @@ class PrefillRequest:
     sequence: Sequence
     room: PrefillRoomPort
     params: SamplingParams
-    eos_ids: InitVar[frozenset[int]]
+    adjustments: InitVar[Adjustments | None]
     _: KW_ONLY
     ticket: int = 0
     namespace: Namespace = ANY
@@ -86,9 +86,8 @@ class PrefillRequest:
     # The first token from another rank, if it arrives before the group starts the request.
     early_token: TokenOut | None = field(init=False)
 
-    def __post_init__(self, eos_ids: frozenset[int]) -> None:
+    def __post_init__(self, adjustments: Adjustments | None) -> None:
         params, sequence = self.params, self.sequence
-        adjustments = adjustments_of(params, sequence, eos_ids)
         self.draw = Draw(params, params.seed_or_random(), sequence.prompt_length, adjustments)
         self._begin()
 
@@ -148,13 +147,22 @@ class PrefillSteps:
         self.layout, self.places, self.pages = pool.layout, pool.places_over(pages), pages
         self.rows = pool.rows if pool.layout.num_rows else None
         self.samples, self.cache = samples, cache
-        self._eos_ids, self._chunk = model.eos_ids, model.chunk
+        self._eos_ids, self._chunk, self._grammars = model.eos_ids, model.chunk, model.grammars
         self._states: PromptStates | None = None
         if cache is not None and cache.states is not None:
             self._states = PromptStates(
                 cache, cache.states, model.fewest_tokens, self.runner.device
             )
         self._thread = ModelThread(executor, self.places, pool.layout, self.runner.device)
+
+    def adjustments_of(self, params: SamplingParams, sequence: Sequence) -> Adjustments | None:
+        """Return what changes the logits of a request, if this rank chooses its first token.
+
+        Raises: MisuseError if the request has a grammar that cannot be compiled.
+        """
+        if not self.samples:
+            return None
+        return adjustments_of(params, sequence, self._eos_ids, self._grammars)
 
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
         """Count the pages and rows that a whole prompt still lacks; negative if more are free.

@@ -20,7 +20,6 @@ from kvflow.protocols.errors import (
 )
 from kvflow.protocols.machines.residency import ResidencyPhase
 from kvflow.serve.engine.model.sequence import Sequence
-from kvflow.serve.engine.scheduler.adjustments import adjustments_of
 from kvflow.serve.engine.scheduler.budget import NewTokenRatio, PageBudget
 from kvflow.serve.engine.scheduler.burst import DecodeRequest
 from kvflow.serve.engine.scheduler.params import EngineRetractions
@@ -42,7 +41,6 @@ class Retractions:
         budget: PageBudget,
         ratio: NewTokenRatio,
         store: SnapshotStore | None,
-        eos_ids: frozenset[int],
         *,
         recompute: bool,
         back: Callable[[DecodeRequest], None],
@@ -54,7 +52,7 @@ class Retractions:
         free.
         """
         self._budget, self._ratio, self._store, self._recompute = budget, ratio, store, recompute
-        self._eos_ids, self._back, self._failed, self._moved = eos_ids, back, failed, moved
+        self._back, self._failed, self._moved = back, failed, moved
         # Requests by number, from their retraction until they run again.
         self._away: dict[int, DecodeRequest] = {}
         self._moves: set[asyncio.Task[None]] = set()
@@ -235,7 +233,7 @@ class Retractions:
             request.generated,
             "" if restored else ", which are computed again",
         )
-        request.came_back(sequence, adjustments_of(request.params, sequence, self._eos_ids))
+        request.came_back(sequence)
         self._back(request)
 
     def _look_again(self, request: DecodeRequest) -> None:

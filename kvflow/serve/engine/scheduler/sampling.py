@@ -10,10 +10,12 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
 
+from kvflow.serve.engine.model.grammars import Grammars, Masks, Matcher, Tokens
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 
@@ -39,16 +41,36 @@ class Choice(NamedTuple):
     asked_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
-    """Choose one token for each row of `logits` [rows, vocabulary]; greedy rows cost one argmax."""
+def masks_ahead(draws: Sequence[Draw]) -> Future[Masks] | None:
+    """Begin to compute what the grammars of `draws` allow, for `choose`. None if none has one."""
+    answers = _answers(draws)
+    grammars = _grammars(draws)
+    return grammars.masks_ahead(list(answers.values())) if grammars and answers else None
+
+
+def choose(
+    logits: torch.Tensor, draws: Sequence[Draw], masks: Future[Masks] | None = None
+) -> list[Choice]:
+    """Choose one token for each row of `logits` [rows, vocabulary]; greedy rows cost one argmax.
+
+    `masks` is the result of `masks_ahead` with the same draws.
+    """
     tokens = _most_likely(logits)
     adjusted = {
         i: d.adjustments(logits[i], d.position)
         for i, d in enumerate(draws)
-        if d.adjustments is not None
+        if d.adjustments is not None and d.adjustments.changes_logits
     }
     for i, row in adjusted.items():
         tokens[i] = int(row.argmax())
+    if (grammars := _grammars(draws)) is not None:
+        answers = _answers(draws)
+        added = grammars.masks(list(answers.values())) if masks is None else masks.result()
+        masked = _masked(logits, adjusted, list(answers), added)
+        for n, (i, token) in enumerate(zip(answers, _most_likely(masked), strict=True)):
+            tokens[i] = token
+            if not draws[i].params.greedy:
+                adjusted[i] = masked[n]
     drawn = [i for i, d in enumerate(draws) if not d.params.greedy]
     if drawn:
         rows = logits[drawn].float()
@@ -62,6 +84,44 @@ def choose(logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
     if wanted:
         _add_logprobs(choices, torch.log_softmax(logits[wanted].float(), dim=-1), wanted, draws)
     return choices
+
+
+def _answers(draws: Sequence[Draw]) -> dict[int, tuple[Matcher, Tokens]]:
+    """Return the answers that have a grammar, by row."""
+    return {
+        i: answer
+        for i, draw in enumerate(draws)
+        if draw.adjustments is not None
+        and (answer := draw.adjustments.answer(draw.position)) is not None
+    }
+
+
+def _grammars(draws: Sequence[Draw]) -> Grammars | None:
+    for draw in draws:
+        if draw.params.grammar is not None and draw.adjustments is not None:
+            return draw.adjustments.grammars
+    return None
+
+
+def _masked(
+    logits: torch.Tensor, adjusted: dict[int, torch.Tensor], rows: list[int], masks: Masks
+) -> torch.Tensor:
+    """Return float32 `rows` of the logits with `masks` [rows, tokens] added.
+
+    Logits of more tokens than the masks have are -inf. If the request's other parameters ban every
+    token that its grammar allows, the model's own logits count, because a grammar must go on.
+    """
+    plain = (logits if len(rows) == len(logits) else logits[rows]).float()
+    added = torch.from_numpy(masks)[:, : plain.shape[-1]].to(plain.device)
+    if (more := plain.shape[-1] - added.shape[-1]) > 0:
+        added = torch.nn.functional.pad(added, (0, more), value=-math.inf)
+    masked = plain + added
+    for n, i in enumerate(rows):
+        if i in adjusted:
+            row = adjusted[i] + added[n]
+            if not torch.isneginf(row).all():
+                masked[n] = row
+    return masked
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:

@@ -1,0 +1,283 @@
+"""Grammars that an answer must match: compiled in a thread, kept for later requests, and turned
+into a mask over the vocabulary before each token.
+
+llguidance compiles them. It refuses a JSON schema that it cannot enforce in full, so an answer that
+ends is always valid. A grammar's state follows from the tokens of the answer alone, so a request
+that moves to another process or another place continues with the same masks.
+
+This module does not import torch or llguidance before a grammar is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvflow.aio import Threads
+from kvflow.extras import missing_extra
+from kvflow.protocols.errors import MisuseError
+
+KINDS = ("json_schema", "regex", "ebnf", "lark", "structural_tag")
+MAX_GRAMMAR_BYTES = 1 << 18
+KEPT_GRAMMARS = 256
+# Compiled grammars are kept while their texts have at most this many bytes together.
+KEPT_BYTES = 1 << 22
+# A model may like whitespace so much that a JSON answer never ends: between two tokens of JSON it
+# gets no more than a deep indentation needs.
+MAX_WHITESPACE = 64
+_MAX_ERROR = 500  # characters
+
+Tokens = Sequence[int] | npt.NDArray[Any]
+# [answers, vocabulary]: 0 for a token that may follow, -inf for any other. Adding them to logits
+# takes a fraction of the time that a boolean mask takes.
+Masks = npt.NDArray[np.float32]
+
+
+def _masks_of_bytes() -> Masks:
+    """Return the masks [256, 8] of the eight tokens for which one byte of llguidance stands."""
+    allowed = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(allowed, np.float32(0), np.float32(-np.inf))
+
+
+_MASK_OF_BYTE = _masks_of_bytes()
+
+
+class Grammar(msgspec.Struct, frozen=True):
+    """A grammar, as text.
+
+    `json_schema` is a JSON schema, `regex` a regular expression for the whole answer, `ebnf` a
+    grammar in GBNF whose first rule is `root`, `lark` a Lark grammar that begins at `start`.
+    `structural_tag` is a JSON object with `structures` and `triggers`, as SGLang and vLLM have it.
+
+    Raises: MisuseError for an unknown kind or a text that is too long.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise MisuseError(f"grammar kind {self.kind[:40]!r} is not one of {', '.join(KINDS)}")
+        if (size := len(self.text.encode(errors="replace"))) > MAX_GRAMMAR_BYTES:
+            raise MisuseError(f"{self.kind}: {size} bytes, limit {MAX_GRAMMAR_BYTES}")
+
+
+def grammar_of_choices(choices: Iterable[str]) -> Grammar:
+    """Return a grammar that matches exactly one of `choices`. Raises: MisuseError without any."""
+    choices = list(choices)
+    if not choices:
+        raise MisuseError("there is no text to choose from")
+    spelled = (json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return Grammar("lark", "start: " + " | ".join(spelled))
+
+
+class Matcher:
+    """The state of a grammar after the tokens that one answer has so far."""
+
+    def __init__(self, state: Any) -> None:
+        """`state` is an `llguidance.LLMatcher` at the beginning of the grammar."""
+        self.state = state
+        self._consumed = 0
+        self.error = ""
+
+    def consume(self, tokens: Tokens) -> bool:
+        """Move to the state after `tokens`, which are all tokens of the answer so far.
+
+        Returns False, and sets `error`, if they do not match.
+        """
+        if len(tokens) < self._consumed:
+            self.state.reset()
+            self._consumed = 0
+        if len(tokens) > self._consumed:
+            self.state.consume_tokens([int(token) for token in tokens[self._consumed :]])
+            self._consumed = len(tokens)
+        return self.check()
+
+    def check(self) -> bool:
+        """Return True while the grammar can go on. Otherwise, set `error`."""
+        if not self.error and self.state.is_error():
+            self.error = _in_one_line(self.state.get_error())
+        return not self.error
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer, and keeps the compiled ones that were used last."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        """`tokenizer` is a fast tokenizer of transformers. `vocab_size` is the width of logits."""
+        self._tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._vocab_size = vocab_size
+        self._kept: OrderedDict[Grammar, Any] = OrderedDict()
+        self._kept_bytes = 0
+        # Requests compile in a thread, and the model thread compiles what is no longer kept.
+        self._lock = threading.Lock()
+        self._thread: Threads | None = None
+        self._masking: ThreadPoolExecutor | None = None
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Compile a grammar in a thread, unless it is kept.
+
+        Raises: MisuseError if it cannot be compiled, or if this model or installation has no
+        grammars.
+        """
+        if self._find(grammar) is not None:
+            return
+        if self._thread is None:
+            self._thread = Threads("grammar")
+        await self._thread.ask(functools.partial(self._compiled, grammar))
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """Return the grammar's state before the first token. Raises: as `compile`."""
+        return Matcher(self._compiled(grammar).deep_copy())
+
+    def masks(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Masks:
+        """Return the mask for the next token of each answer, given all of its tokens so far.
+
+        All tokens may follow an answer whose matcher has an `error`.
+        """
+        words = (self._width + 31) // 32
+        bits = np.full((len(answers), words), -1, dtype="<i4")
+        rows = [(one.state, i) for i, (one, tokens) in enumerate(answers) if one.consume(tokens)]
+        if rows:
+            # One call for all of them, because each call takes the interpreter lock from the model.
+            self._executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, 4 * words, len(answers))
+        for i, (matcher, _) in enumerate(answers):
+            if not matcher.check():
+                bits[i] = -1
+        return _MASK_OF_BYTE[bits.view(np.uint8)].reshape(len(answers), -1)[:, : self._width]
+
+    def masks_ahead(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Future[Masks]:
+        """Begin to compute `masks` in a thread, while the model computes the logits.
+
+        Until the result is there, the matchers must not be used otherwise.
+        """
+        if self._masking is None:
+            self._masking = ThreadPoolExecutor(1, thread_name_prefix="kvflow-masks")
+        return self._masking.submit(self.masks, answers)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+        if self._masking is not None:
+            self._masking.shutdown()
+
+    def _find(self, grammar: Grammar) -> Any | None:
+        with self._lock:
+            if (found := self._kept.get(grammar)) is not None:
+                self._kept.move_to_end(grammar)
+            return found
+
+    def _compiled(self, grammar: Grammar) -> Any:
+        if (found := self._find(grammar)) is not None:
+            return found
+        made = self._compile(grammar)
+        with self._lock:
+            if grammar not in self._kept:
+                self._kept[grammar] = made
+                self._kept_bytes += len(grammar.text)
+            while len(self._kept) > 1 and (
+                len(self._kept) > KEPT_GRAMMARS or self._kept_bytes > KEPT_BYTES
+            ):
+                old, _ = self._kept.popitem(last=False)
+                self._kept_bytes -= len(old.text)
+        return made
+
+    def _compile(self, grammar: Grammar) -> Any:
+        try:
+            from llguidance import LLMatcher
+        except ModuleNotFoundError as error:
+            raise MisuseError(missing_extra(error)) from None
+        try:
+            text = _text_of(grammar)
+        except KeyError as error:
+            raise MisuseError(f"{grammar.kind} cannot be read: it has no {error}") from None
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise MisuseError(f"{grammar.kind} cannot be read: {_in_one_line(error)}") from None
+        matcher = LLMatcher(self._vocabulary, text, log_level=0)
+        # A grammar that is too complex may fail only at its first mask.
+        if not matcher.is_error():
+            matcher.deep_copy().compute_bitmask()
+        if matcher.is_error():
+            raise MisuseError(
+                f"{grammar.kind} cannot be compiled: {_in_one_line(matcher.get_error())}"
+            )
+        return matcher
+
+    @functools.cached_property
+    def _executor(self) -> Any:
+        from llguidance import LLExecutor
+
+        return LLExecutor(num_threads=1)
+
+    @functools.cached_property
+    def _width(self) -> int:
+        # Logits may be wider than the tokenizer's vocabulary, or (in small test models) narrower.
+        return max(self._vocab_size, 0 if self._tokenizer is None else len(self._tokenizer))
+
+    @functools.cached_property
+    def _vocabulary(self) -> Any:
+        """The tokenizer as llguidance needs it. It takes seconds for a large vocabulary."""
+        if self._tokenizer is None:
+            raise MisuseError("a grammar needs a tokenizer, and this model has none")
+        if not self._eos_ids:
+            raise MisuseError(
+                "a grammar needs a token that ends the answer, and this model has none"
+            )
+        from llguidance import hf
+
+        return hf.from_tokenizer(
+            self._tokenizer, n_vocab=self._width, eos_token=sorted(self._eos_ids)
+        )
+
+
+def _text_of(grammar: Grammar) -> str:
+    """Return a grammar in llguidance's own form."""
+    from llguidance import LLMatcher, StructTag, gbnf_to_lark
+
+    if grammar.kind == "json_schema":
+        schema = json.loads(grammar.text)
+        if isinstance(schema, bool):
+            schema = {} if schema else {"not": {}}
+        pattern = rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"
+        return str(
+            LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": pattern})
+        )
+    if grammar.kind == "regex":
+        return str(LLMatcher.grammar_from_regex(grammar.text))
+    if grammar.kind == "ebnf":
+        # This parser raises a bare Exception for a rule that is not defined.
+        try:
+            lark = gbnf_to_lark.gbnf_to_lark(grammar.text)
+        except Exception as error:  # noqa: BLE001
+            raise ValueError(_in_one_line(error)) from None
+        return str(LLMatcher.grammar_from_lark(lark))
+    if grammar.kind == "structural_tag":
+        given = json.loads(grammar.text)
+        tags = [_tag_of(one, given["triggers"]) for one in given["structures"]]
+        return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags)))
+    return str(LLMatcher.grammar_from_lark(grammar.text))
+
+
+def _tag_of(given: dict[str, Any], triggers: list[str]) -> Any:
+    from llguidance import StructTag
+
+    begin = given["begin"]
+    trigger = next((each for each in triggers if begin.startswith(each)), None)
+    if trigger is None:
+        raise ValueError(f"no trigger is the start of {begin[:40]!r}")
+    return StructTag(
+        trigger=trigger, begin=begin, grammar=json.dumps(given["schema"]), end=given["end"]
+    )
+
+
+def _in_one_line(error: object) -> str:
+    return " ".join(str(error).split())[:_MAX_ERROR] or type(error).__name__
