@@ -27,6 +27,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from kvflow.http.metrics import HttpMetrics
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.vllm_engine import VllmEngine
+from kvflow.router.worker_metrics import scraped_family
 from kvflow.serve.config import catalog
 from kvflow.serve.http.completion_service import Report
 from kvflow.serve.http.metrics import RoleMetrics
@@ -116,7 +117,7 @@ def families() -> tuple[MetricFamily, ...]:
     router, engine = RouterMeasures(), VllmEngine()
     pages = (
         RoleMetrics(lambda: report, role="decode", model="model", sglang=True),
-        HttpMetrics(lambda _: [*router.families((), 0, 0), *engine.families()]),
+        HttpMetrics(lambda _: [*router.families((), 0, 0), scraped_family(), *engine.families()]),
     )
     found: dict[str, MetricFamily] = {}
     for collector in [one for page in pages for one in list(page.registry._collector_to_names)]:

@@ -42,7 +42,12 @@ class Keys(NamedTuple):
 
 NO_KEYS = Keys()
 ROUTES: dict[Access, frozenset[str]] = {
-    Access.OPEN: frozenset({"GET /livez", "GET /health", "GET /health_generate", "GET /metrics"}),
+    Access.OPEN: frozenset(
+        {
+            *("GET /livez", "GET /health", "GET /health_generate"),
+            *("GET /metrics", "GET /engine_metrics"),
+        }
+    ),
     Access.CLIENT: frozenset(
         {
             *("POST /generate", "POST /v1/completions", "POST /v1/chat/completions"),

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from kvflow.http.errors import Failure, bounded_code
 from kvflow.http.families import FamiliesOf, labelled
 
+TEXT_FORMAT = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
 
@@ -74,8 +75,7 @@ class HttpMetrics:
 
     def response(self) -> web.Response:
         """Return all metrics in Prometheus text format 0.0.4."""
-        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return web.Response(body=generate_latest(self.registry), headers=headers)
+        return web.Response(body=generate_latest(self.registry), headers=TEXT_FORMAT)
 
     def _collect(self) -> Iterator[Metric]:
         # `families` adds to a copy. Otherwise each scrape would count the same refusals again.

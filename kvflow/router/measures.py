@@ -20,6 +20,7 @@ class RouterMeasures:
     def __init__(self) -> None:
         self._first_token_seconds = Histogram(REQUEST_SECONDS)
         self._errors: Counter[str] = Counter()
+        self._scrape_failures: Counter[tuple[str, str]] = Counter()
 
     def first_token(self, arrived_at_s: float) -> None:
         """Record the time from `arrived_at_s` (`time.perf_counter`) to a stream's first token."""
@@ -28,6 +29,10 @@ class RouterMeasures:
     def failed(self, failure: Failure) -> None:
         """Count a request that ended in an error after all tries."""
         self._errors[bounded_code(failure.code)] += 1
+
+    def scrape_failed(self, role: str, reason: str) -> None:
+        """Count a worker that was left out of /engine_metrics."""
+        self._scrape_failures[role, reason] += 1
 
     def families(self, workers: Iterable[Worker], running: int, waiting: int) -> Iterator[Metric]:
         yield histograms(
@@ -41,6 +46,14 @@ class RouterMeasures:
             labels=["code"],
         )
         yield labelled(errors, self._errors)
+        failures = CounterMetricFamily(
+            "kvflow_router_worker_scrape_failures",
+            "Workers that were left out of /engine_metrics, each time, by why.",
+            labels=("role", "reason"),
+        )
+        for labels, count in self._scrape_failures.items():
+            failures.add_metric(labels, count)
+        yield failures
         yield GaugeMetricFamily(
             "kvflow_router_running_requests", "Requests being served.", value=running
         )

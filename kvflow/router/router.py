@@ -40,6 +40,7 @@ from kvflow.router.policies import Policy
 from kvflow.router.prompts import PromptFields
 from kvflow.router.tokens import Encoder, block_hashes
 from kvflow.router.tries import Tries, fitting
+from kvflow.router.worker_metrics import WorkerMetrics
 from kvflow.router.workers import ROLES, NoWorkerError, Worker, Workers
 from kvflow.telemetry.requests import CURRENT
 
@@ -97,6 +98,7 @@ class Router(Drainable):
         self._reads_prompts, self._encoder = policy.reads_prompts, encoder
         self.membership = Membership(self.workers, self._session, self.engine.identify)
         self.measures = RouterMeasures()
+        self.worker_metrics = WorkerMetrics(self.workers, self._session, self.measures)
         self.metrics = HttpMetrics(self._families)
 
     def _families(self, _: Counter[str]) -> Iterator[Metric]:
@@ -108,6 +110,7 @@ class Router(Drainable):
 
     async def close(self) -> None:
         await self.workers.close()
+        await self.worker_metrics.close()
         await self._session.close()
 
     def end_requests(self) -> None:

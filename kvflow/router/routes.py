@@ -12,7 +12,7 @@ from kvflow.http.app import MAX_BODY_BYTES, build_app
 from kvflow.http.bodies import decoded
 from kvflow.http.errors import Failure
 from kvflow.http.responses import json_response
-from kvflow.router import worker_routes
+from kvflow.router import worker_metrics, worker_routes
 from kvflow.router.router import Router
 from kvflow.router.workers import ROLES
 
@@ -57,10 +57,14 @@ def _own(router: Router) -> list[web.RouteDef]:
     async def metrics(_: web.Request) -> web.StreamResponse:
         return router.metrics.response()
 
+    async def of_workers(_: web.Request) -> web.StreamResponse:
+        return await router.worker_metrics.response()
+
     return [
         *(web.get(path, health) for path in ("/health", "/health_generate")),
         *(web.get(path, info) for path in ("/server_info", "/get_server_info")),
         web.get("/metrics", metrics),
+        web.get(worker_metrics.PATH, of_workers),
     ]
 
 

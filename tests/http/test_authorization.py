@@ -46,6 +46,7 @@ FOR_OPERATORS = {
     *("GET /flush_cache", "POST /flush_cache", "POST /abort_request", "PUT /ranks/{rank}"),
     *("GET /rooms", "GET /rooms/{room}", "GET /peers", "GET /workers", "GET /workers/{worker_id}"),
 }
+OPEN_PATHS = {"/livez", "/health", "/health_generate", "/metrics", "/engine_metrics"}
 ONLY_WITH_A_KEY = {
     *("POST /workers", "DELETE /workers/{worker_id}", "POST /switch_role"),
     "POST /peers/{incarnation}/declare_dead",
@@ -68,7 +69,7 @@ def server_of(name: str, keys: Keys) -> Server:
 
 
 def class_of(route: str) -> Access:
-    if route.partition(" ")[2] in ("/livez", "/health", "/health_generate", "/metrics"):
+    if route.partition(" ")[2] in OPEN_PATHS:
         return Access.OPEN
     if route in ONLY_WITH_A_KEY:
         return Access.CONTROL
