@@ -20,7 +20,7 @@ export PYTHON TORCH_INDEX
 # CPU time of tests/transports. An empty value is the same to Python as none.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test coverage slow soak vllm sglang prove mutants check format lint types borders collect workflows docs bench gpu clean
+.PHONY: setup demo test coverage slow soak vllm sglang prove mutants check format lint types borders collect rules workflows docs bench gpu clean
 
 setup: $(DONE)
 
@@ -75,7 +75,7 @@ prove: setup
 mutants: setup
 	$(BIN)/python -m tests.proof.mutants $(ARGS)
 
-check: lint types workflows borders collect
+check: lint types workflows borders collect rules
 
 format: setup
 	$(BIN)/ruff check --fix $(CODE)
@@ -96,6 +96,10 @@ borders: setup
 # Every test module can be imported. The processes that share the tests later find its bytecode, and rewrite nothing.
 collect: setup
 	$(BIN)/python -m pytest --collect-only -qq > /dev/null
+
+# Alert rules by promtool, which .ci/setup unpacks on Debian, and the dashboard: what they name is what kvflow exports.
+rules: setup
+	$(BIN)/python -m pytest -q tests/test_monitoring.py
 
 # Valid, pinned, and with no more rights than needed; offline, so it does not ask whether a pin has a known fault.
 workflows: setup
