@@ -26,6 +26,7 @@ from kvflow.http.errors import Failure, failure_of
 from kvflow.http.large_bodies import MAX_ADDED_BYTES
 from kvflow.http.metrics import HttpMetrics
 from kvflow.http.responses import json_response
+from kvflow.http.tracing import Tracing
 from kvflow.protocols.errors import KvflowError
 from kvflow.telemetry.requests import RequestTrace
 
@@ -46,15 +47,16 @@ def build_app(
     origins: Collection[str] = (),
     *,
     max_body_bytes: int = MAX_BODY_BYTES + MAX_ADDED_BYTES,
+    tracing: Tracing | None = None,
 ) -> web.Application:
     """Return an application for `routes`, with the middlewares of every role.
 
     Web pages from `origins` may call the application ("*" stands for all origins). The default of
     `max_body_bytes` is for a worker: the router's limit, plus room for the fields that a router
-    adds.
+    adds. Completions are traced with `tracing`, if it is given.
     """
     between = [*([cross_origin(origins)] if origins else []), authorized(keys)]
-    middlewares = [_answered(metrics), *between, _with_body(Turnstile(BODIES_PER_TURN))]
+    middlewares = [_answered(metrics, tracing), *between, _with_body(Turnstile(BODIES_PER_TURN))]
     app = web.Application(middlewares=middlewares, client_max_size=max_body_bytes)
     app.on_response_prepare.append(echo_request_id)
     if origins:
@@ -69,8 +71,10 @@ async def _livez(_: web.Request) -> web.StreamResponse:
     return json_response({"status": "ok"})
 
 
-def _answered(metrics: HttpMetrics) -> Middleware:
-    """Return the middleware that converts errors to responses, and counts and logs responses."""
+def _answered(metrics: HttpMetrics, tracing: Tracing | None) -> Middleware:
+    """Return the middleware that converts errors to responses, and counts, logs and traces
+    requests.
+    """
 
     @web.middleware
     async def answered(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -78,6 +82,8 @@ def _answered(metrics: HttpMetrics) -> Middleware:
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unknown"
         with traced(request) as trace:
+            span = None if tracing is None else tracing.begin(request, route, trace.request_id)
+            trace.span = span
             status = CLIENT_GONE_STATUS
             try:
                 response = await _response(request, handler, trace)
@@ -94,6 +100,8 @@ def _answered(metrics: HttpMetrics) -> Middleware:
                 return response
             finally:
                 log_access(request, status, started, trace)
+                if span is not None:
+                    span.answered(status, trace)
 
     return answered
 

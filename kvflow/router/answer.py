@@ -21,7 +21,7 @@ from kvflow.router.legs import (
 )
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.pairs import Pair
-from kvflow.telemetry.requests import name_error
+from kvflow.telemetry.requests import CURRENT, name_error
 
 
 class ClientAnswer:
@@ -95,6 +95,8 @@ class ClientAnswer:
         if failure := error_in(rest):
             raise PairFailedError(failure)
         self._measures.first_token(self._arrived_at_s)
+        if (span := CURRENT.get().span) is not None:
+            span.event("first token")
         return opening + rest
 
     async def fail(

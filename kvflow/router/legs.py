@@ -20,6 +20,7 @@ import asyncio
 import io
 from collections.abc import Collection, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -29,6 +30,8 @@ from kvflow.http.errors import Failure
 from kvflow.http.large_bodies import LARGE_BYTES
 from kvflow.protocols.errors import Code, LostError
 from kvflow.router.workers import Worker
+from kvflow.telemetry.requests import CURRENT
+from kvflow.telemetry.spans import Span
 
 _COPIED = ("Content-Type", "Cache-Control", "Retry-After", "X-Accel-Buffering")
 # Temporary errors: the pair may serve the request once the drained or lost worker is back.
@@ -71,6 +74,7 @@ class Leg:
         self.worker = worker
         self._call = (session, f"{worker.url}{path}", body, headers)
         self._answer: aiohttp.ClientResponse | None = None
+        self._span: Span | None = None
 
     async def begin(self) -> aiohttp.ClientResponse | web.Response:
         """Send the request, and return the answer.
@@ -80,22 +84,32 @@ class Leg:
         Raises: LegFailedError.
         """
         session, url, body, headers = self._call
+        if (request := CURRENT.get().span) is not None:
+            self._span, continued = request.call(f"{self.worker.role} leg", self._attributes())
+            headers = {**headers, **continued}
         # aiohttp writes a file object in steps, but bytes in one piece, which blocks the loop.
         in_steps = io.BytesIO(body) if len(body) > LARGE_BYTES else body
         try:
             self._answer = await session.post(url, data=in_steps, headers=headers)
             if self._answer.status == 200 and self._answer.content_type == "text/event-stream":
                 return self._answer
-            return copied(self._answer, await self._answer.read())
+            answer = copied(self._answer, await self._answer.read())
+            self._end_span(str(answer.status) if answer.status >= 400 else "")
+            return answer
         except (aiohttp.ClientError, ConnectionError) as error:
+            self._end_span(str(Code.PEER_LOST))
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def read(self) -> bytes:
         """Return the next piece of the stream, empty at its end. Raises: LegFailedError."""
         assert self._answer is not None
         try:
-            return await self._answer.content.readany()
+            piece = await self._answer.content.readany()
+            if not piece:
+                self._end_span()
+            return piece
         except (aiohttp.ClientError, ConnectionError) as error:
+            self._end_span(str(Code.PEER_LOST))
             raise LegFailedError(self.worker, _describe(error)) from None
 
     async def complete(self) -> web.Response:
@@ -118,8 +132,26 @@ class Leg:
 
     def close(self) -> None:
         """Close the connection, unless the answer is complete."""
+        self._end_span("closed")
         if self._answer is not None:
             self._answer.close()
+
+    def _attributes(self) -> dict[str, str | int]:
+        parts = urlsplit(self.worker.url)
+        return {
+            "http.request.method": "POST",
+            "url.full": self._call[1],
+            "server.address": parts.hostname or "",
+            "server.port": parts.port or 80,
+        }
+
+    def _end_span(self, error: str = "") -> None:
+        """End the span of this leg, if it runs. The first end counts."""
+        if self._span is not None:
+            if self._answer is not None:
+                self._span.annotate({"http.response.status_code": self._answer.status})
+            self._span.end(error)
+            self._span = None
 
     def dispose(self, task: asyncio.Task[Any]) -> None:
         """Close the connection that `task` may still have opened, now that the task is done."""

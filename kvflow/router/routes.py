@@ -12,6 +12,7 @@ from kvflow.http.app import MAX_BODY_BYTES, build_app
 from kvflow.http.bodies import decoded
 from kvflow.http.errors import Failure
 from kvflow.http.responses import json_response
+from kvflow.http.tracing import Tracing
 from kvflow.router import worker_metrics, worker_routes
 from kvflow.router.router import Router
 from kvflow.router.workers import ROLES
@@ -128,7 +129,16 @@ def _operations(router: Router) -> list[web.RouteDef]:
     ]
 
 
-def router_app(router: Router, origins: Collection[str] = ()) -> web.Application:
+def router_app(
+    router: Router, origins: Collection[str] = (), tracing: Tracing | None = None
+) -> web.Application:
     """Return the router's application, which accepts the same API keys as its workers."""
     found = [*routes(router), *worker_routes.routes(router)]
-    return build_app(found, router.metrics, router.keys, origins, max_body_bytes=MAX_BODY_BYTES)
+    return build_app(
+        found,
+        router.metrics,
+        router.keys,
+        origins,
+        max_body_bytes=MAX_BODY_BYTES,
+        tracing=tracing,
+    )

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Iterable
 from contextvars import ContextVar
 
+from kvflow.telemetry.spans import Span
+
 MAX_REQUEST_ID = 128
 _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@~-]")
 
@@ -19,16 +21,18 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._:/+=@~-]")
 class RequestTrace:
     """One HTTP request while it is served.
 
-    `error` is the reason why it failed, even if its status was already sent.
+    `error` is the reason why it failed, even if its status was already sent. `span` is None unless
+    the server exports traces.
     """
 
-    __slots__ = ("completion_tokens", "error", "prompt_tokens", "request_id", "rooms")
+    __slots__ = ("completion_tokens", "error", "prompt_tokens", "request_id", "rooms", "span")
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.rooms: tuple[int, ...] = ()
         self.prompt_tokens = self.completion_tokens = 0
         self.error = ""
+        self.span: Span | None = None
 
 
 NO_REQUEST = RequestTrace("")

@@ -20,7 +20,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 _HTTP = _names(
     "host port api_key admin_api_key allowed_origins log_level log_format access_log "
-    "drain_timeout_s"
+    "otlp_endpoint otlp_sample_ratio drain_timeout_s"
 )
 _MODEL = _names(
     "model_path served_model_name dtype device attention sliding_window_rows sampling_defaults "
@@ -87,7 +87,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "serving": _names(
         "host port max_running_requests max_queued_requests schedule_low_priority_values_first "
         "request_timeout_s drain_timeout_s sse_keepalive_s sse_headers_after_s sglang_metrics "
-        "log_level log_format access_log"
+        "log_level log_format access_log otlp_endpoint otlp_sample_ratio"
     ),
     "processes": _names("prefill_workers decode_workers start_timeout_s"),
     "routing": (*_names("prefill decode engine legs join"), *_ROUTER),

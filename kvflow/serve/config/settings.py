@@ -47,6 +47,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Log lines for people, or one JSON object a line."""
     access_log: bool = True
     """One log line per request; polled routes only at debug level."""
+    otlp_endpoint: str = ""
+    """Collector of OpenTelemetry traces, by its base URL, as in http://localhost:4318; empty = no
+    traces."""
+    otlp_sample_ratio: Share = 1.0
+    """Share of the traces to record; a client that sends `traceparent` decides for its own."""
     drain_timeout_s: Annotated[float, Meta(ge=0, le=3600)] = 10.0
     """Seconds that running requests may take to finish after SIGTERM."""
     sse_keepalive_s: Annotated[float, Meta(gt=0, le=60)] = 0.1

@@ -21,6 +21,7 @@ from kvflow.protocols.wire.ranks import DpRankError, RankInfo
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
+from kvflow.telemetry.spans import MARKS
 
 if TYPE_CHECKING:  # the engines import torch, which is slow
     from kvflow.handlers.group import GroupRequest
@@ -44,6 +45,8 @@ class RecentRooms:
     def add(self, room: PrefillRoom | DecodeRoom) -> None:
         self._rooms[room.room] = room
         self._rooms.move_to_end(room.room)
+        if (marks := MARKS.get()) is not None:
+            marks.opened(room)
         if len(self._rooms) > REMEMBERED_ROOMS:
             self._rooms.popitem(last=False)
 

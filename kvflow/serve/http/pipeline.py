@@ -45,6 +45,7 @@ from kvflow.serve.http.measures import RequestMeter
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.schemas import Rendezvous, Rooms, parse
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
+from kvflow.serve.http.tracing import annotate, traced
 from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
 _log = logging.getLogger("kvflow.http")
@@ -164,9 +165,10 @@ class CompletionPipeline(Drainable):
                     self._refuse(call.body, error)
                     raise
             meter.begin(requests)
+            annotate(requests, self.service.card.name, stream=call.stream)
             sources = [
                 detokenize(
-                    self.service.tokens(request),
+                    traced(self.service, request),
                     detokenizer,
                     partial(call.scored, i),
                     prompt_only=not request.params.max_new_tokens,

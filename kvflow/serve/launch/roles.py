@@ -16,6 +16,7 @@ from kvflow.http import aborts
 from kvflow.http.app import build_app
 from kvflow.http.authorization import Keys
 from kvflow.http.listening import bound_socket, listening_on, reachable, url_of
+from kvflow.http.tracing import check_collector, tracing_to
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.serve.config.catalog import FIELDS_OF_ROLE
 from kvflow.serve.config.settings import Role, Settings
@@ -53,6 +54,7 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
         closing(_PrefillPorts.bind(settings)) as ports,
     ):
         check_cache(settings)
+        check_collector(settings.otlp_endpoint)
         if settings.pp * settings.tp > 1:
             await _run_first_rank(settings, http, ports)
             return
@@ -76,6 +78,7 @@ async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) 
     """Run `kvflow decode` until a signal stops it. Raises: MisuseError."""
     with closing(bound_socket(settings.host, settings.port, "--port")) as http:
         check_cache(settings)
+        check_collector(settings.otlp_endpoint)
         check_decode(settings)
         if settings.tp > 1:
             await _run_first_shard(settings, http)
@@ -235,7 +238,6 @@ async def _serve(
         *role_switch.routes(switch),
     ]
     keys = _keys_of(settings)
-    app = build_app(routes, roles.metrics, keys, settings.allowed_origins)
     ready = Ready(switch.role, url_of(http, settings.host), os.getpid(), switch.bootstrap_port)
 
     def identity() -> WorkerIdentity:
@@ -246,10 +248,13 @@ async def _serve(
     member = member_of(
         settings.join, url_of(http, reachable(settings.host)), identity, keys.of_operator
     )
+    origins, collector = settings.allowed_origins, settings.otlp_endpoint
     try:
-        await serve_until_stopped(
-            app, http, pipeline, ready, settings.drain_timeout_s, member, lost
-        )
+        async with tracing_to(collector, settings.otlp_sample_ratio, switch.role) as tracing:
+            app = build_app(routes, roles.metrics, keys, origins, tracing=tracing)
+            await serve_until_stopped(
+                app, http, pipeline, ready, settings.drain_timeout_s, member, lost
+            )
     finally:
         await switch.close()
         tokenizer.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvflow.http.authorization import Keys
 from kvflow.http.listening import bound_socket, url_of
+from kvflow.http.tracing import tracing_to
 from kvflow.protocols.errors import MisuseError
 from kvflow.router.kvflow_engine import KvflowEngine
 from kvflow.router.policies import Policy
@@ -47,10 +48,13 @@ async def run_router(settings: Settings) -> None:
         engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(events_key),
     )
     try:
-        await router.start()
-        ready = Ready("router", url_of(http, settings.host), os.getpid())
-        app = router_app(router, settings.allowed_origins)
-        await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
+        async with tracing_to(
+            settings.otlp_endpoint, settings.otlp_sample_ratio, "router"
+        ) as tracing:
+            await router.start()
+            ready = Ready("router", url_of(http, settings.host), os.getpid())
+            app = router_app(router, settings.allowed_origins, tracing)
+            await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
     finally:
         await router.close()
         if tokenizer is not None:

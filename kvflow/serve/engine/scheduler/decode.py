@@ -45,6 +45,7 @@ from kvflow.serve.engine.scheduler.prefetch import begin_fetch, bring, stopped
 from kvflow.serve.engine.scheduler.retraction import Retractions
 from kvflow.serve.engine.scheduler.rooms import DecodeRoomPort
 from kvflow.serve.engine.scheduler.sampling import Choice
+from kvflow.telemetry.spans import MARKS
 
 READERS_PER_TURN = 16  # readers that receive tokens in one turn of the loop
 
@@ -210,6 +211,8 @@ class DecodeEngine(EngineLoop):
         try:
             admission = await self._budget.admit(total, base=base, priority=params.priority)
             self.queue_seconds.observe(time.perf_counter() - started)
+            if (marks := MARKS.get()) is not None:
+                marks.queued(started)
             await stopped(fetching)
         except BaseException:
             if fetching is not None:

@@ -336,6 +336,7 @@ class PrefillEngine(EngineLoop):
                 continue
             if self._lockstep is not None:
                 self._lockstep.announce(rows, requests)
+            began_s = time.perf_counter()
             try:
                 await self.steps.run(rows, requests)
             # The loop serves all requests, so a failed step ends only the requests in it.
@@ -344,6 +345,7 @@ class PrefillEngine(EngineLoop):
                 continue
             if self._lockstep is not None:
                 self._lockstep.stepped()
+            _mark(requests, began_s)
             for request in requests:
                 if id(request) in self._running and not self._early.holds(request):
                     self._send(request)
@@ -380,6 +382,8 @@ class PrefillEngine(EngineLoop):
                 return
             self._waiting.popleft()
             self.queue_seconds.observe(time.perf_counter() - request.queued_at_s)
+            if request.marks is not None:
+                request.marks.queued(request.queued_at_s)
             self._beginnings.placed(request)
         while self._is_ready and (early := self._early.first) is not None and self._place(early):
             self._early.began(early)
@@ -491,3 +495,11 @@ class PrefillEngine(EngineLoop):
             return
         if choice is not None and not request.first.done():
             request.first.set_result(steps.token_out(request, choice))
+
+
+def _mark(requests: list[PrefillRequest], began_s: float) -> None:
+    """Record a step that ends now for those of its requests that are traced."""
+    ended_s = time.perf_counter()
+    for request in requests:
+        if request.marks is not None:
+            request.marks.stepped(began_s, ended_s)

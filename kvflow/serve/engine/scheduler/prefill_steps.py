@@ -36,6 +36,7 @@ from kvflow.serve.engine.scheduler.prefill_states import PromptStates, StepCopie
 from kvflow.serve.engine.scheduler.rooms import PrefillRoomPort
 from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose
 from kvflow.serve.engine.scheduler.scoring import PromptScorer
+from kvflow.telemetry.spans import MARKS, Marks
 
 
 def most_cached(prompt_length: int, params: SamplingParams, fewest_tokens: int = 1) -> int:
@@ -75,6 +76,7 @@ class PrefillRequest:
     states: dict[int, int] = field(default_factory=dict)
     cached_tokens: int = 0  # tokens of the prompt that the cache had
     queued_at_s: float = field(default_factory=time.perf_counter)
+    marks: Marks | None = field(default_factory=MARKS.get)
     draw: Draw = field(init=False)
     first: asyncio.Future[TokenOut | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
