@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
+from kvflow.http.access import CLIENT_GONE_STATUS
 from kvflow.protocols.errors import MisuseError
 from kvflow.telemetry.spans import Attributes
 
@@ -175,9 +176,13 @@ class OtelSpan:
         if trace.prompt_tokens:
             attributes["gen_ai.usage.input_tokens"] = trace.prompt_tokens
             attributes["gen_ai.usage.output_tokens"] = trace.completion_tokens
+        code = trace.error.partition(":")[0] if status != CLIENT_GONE_STATUS else "client_gone"
+        error = code or (str(status) if status >= 400 else "")
+        # By the conventions, a client's own error is no failure of a server.
+        if error and 400 <= status < 500:
+            attributes["error.type"], error = error, ""
         self.annotate(attributes)
-        failed = status >= 500 or trace.error
-        self.end(trace.error.partition(":")[0] or str(status) if failed else "")
+        self.end(error)
 
     def _context(self) -> Any:
         from opentelemetry.trace import set_span_in_context

@@ -132,7 +132,10 @@ class Leg:
 
     def close(self) -> None:
         """Close the connection, unless the answer is complete."""
-        self._end_span("closed")
+        # A leg may be closed in the middle: prefill's when decode's answer is complete.
+        if self._span is not None:
+            self._span.annotate({"kvflow.closed_by_router": True})
+        self._end_span()
         if self._answer is not None:
             self._answer.close()
 

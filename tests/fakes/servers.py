@@ -15,6 +15,7 @@ from prometheus_client.samples import Sample
 
 from kvflow.http.authorization import NO_KEYS, Keys, bearer
 from kvflow.http.listening import bound_socket, listening_on
+from kvflow.http.tracing import Tracing
 from kvflow.router.router import Router
 from kvflow.router.routes import router_app
 from kvflow.router.workers import Worker
@@ -192,11 +193,12 @@ class Front(Server):
         decodes: Sequence[Client],
         *,
         keys: Keys = NO_KEYS,
+        tracing: Tracing | None = None,
         **options: Any,
     ) -> None:
         urls = ([worker.url for worker in workers] for workers in (prefills, decodes))
         self.router = Router(*urls, keys=keys, **{"poll_s": 3600} | options)
-        super().__init__(router_app(self.router), key=keys.of_operator)
+        super().__init__(router_app(self.router, tracing=tracing), key=keys.of_operator)
 
     async def __aenter__(self) -> Self:
         self._stack.push_async_callback(self.router.close)

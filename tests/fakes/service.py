@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from kvflow.http import aborts
 from kvflow.http.app import build_app
 from kvflow.http.authorization import NO_KEYS, Keys
+from kvflow.http.tracing import Tracing
 from kvflow.node.packed_array import PackedArray
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import Cause, Code, MisuseError, room_error
@@ -292,6 +293,7 @@ class Role(Server):
         keys: Keys = NO_KEYS,
         bootstrap_port: int = 8998,
         port: int = 0,
+        tracing: Tracing | None = None,
         **options: Any,
     ) -> None:
         self.service = service
@@ -311,7 +313,8 @@ class Role(Server):
             *operations.routes(self.pipeline, host="127.0.0.1", role_switch=self.role_switch),
             *role_switch.routes(self.role_switch),
         ]
-        super().__init__(build_app(routes, metrics, keys), key=keys.of_operator, port=port)
+        app = build_app(routes, metrics, keys, tracing=tracing)
+        super().__init__(app, key=keys.of_operator, port=port)
 
     async def stop(self) -> None:
         await super().stop()

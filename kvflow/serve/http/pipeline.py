@@ -165,7 +165,7 @@ class CompletionPipeline(Drainable):
                     self._refuse(call.body, error)
                     raise
             meter.begin(requests)
-            annotate(requests, self.service.card.name, stream=call.stream)
+            annotate(self.service, requests, stream=call.stream)
             sources = [
                 detokenize(
                     traced(self.service, request),

@@ -11,13 +11,17 @@ from kvflow.telemetry.requests import CURRENT
 from kvflow.telemetry.spans import MARKS, Attributes, Marks, Span
 
 
-def annotate(requests: Sequence[GenerationRequest], model: str, *, stream: bool) -> None:
+def annotate(
+    service: CompletionService, requests: Sequence[GenerationRequest], *, stream: bool
+) -> None:
     """Add what a body asks for to the span of the current request, if it is traced."""
     span = CURRENT.get().span
     if span is None or not span.recording or not requests:
         return
-    params = requests[0].params
+    params, model = requests[0].params, service.card.name
     attributes: dict[str, str | int | float] = {
+        # After a role switch, it differs from the one in the name of the service.
+        "kvflow.role": service.role,
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
         "gen_ai.request.choice.count": len(requests),

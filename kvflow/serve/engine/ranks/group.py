@@ -22,6 +22,7 @@ from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
+from kvflow.telemetry.spans import MARKS, Marks
 
 log = logging.getLogger("kvflow.serve.engine")
 
@@ -44,6 +45,7 @@ class _Asked:
     token: asyncio.Future[TokenOut] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    marks: Marks | None = field(default_factory=MARKS.get)
 
 
 class PrefillGroup:
@@ -183,6 +185,10 @@ class PrefillGroup:
         except KvflowError as error:
             room.close(error.cause())
             return
+        # The rank opens rooms in a task of its own, whose context is not the request's.
+        if (marks := asked.marks) is not None:
+            asked.computing.marks = marks
+            marks.opened(room)
 
         def known(first: asyncio.Future[TokenOut | None]) -> None:
             if first.cancelled():
