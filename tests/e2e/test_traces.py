@@ -79,13 +79,12 @@ def _times_add_up(spans: Sequence[Received], router: Received) -> None:
     """Decode's stages follow each other, and end with the first token, and with the last one."""
     stages = [one_of(spans, "decode", name) for name in STAGES]
     for before, after in itertools.pairwise(stages):
-        # A node's clock ticks in milliseconds.
-        assert abs(after.began_ns - before.ended_ns) < 1_500_000, (before, after)
+        assert after.began_ns == before.ended_ns, (before, after)
     work = one_of(spans, "decode", "POST /generate")
     first_ns = stages[3].ended_ns
     took = [one.ended_ns - one.began_ns for one in stages[:4]]
     before_room_ns = stages[0].began_ns - work.began_ns
-    assert sum(took) + before_room_ns == pytest.approx(first_ns - work.began_ns, abs=5_000_000)
+    assert sum(took) + before_room_ns == first_ns - work.began_ns
     # The router relays the first token after decode made it, and before the last one.
     assert first_ns <= router.events["first token"] + SKEW_NS
     assert router.events["first token"] <= router.ended_ns
