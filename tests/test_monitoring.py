@@ -18,6 +18,9 @@ import yaml
 
 from docs.scripts import reference
 from kvflow.router import worker_metrics
+from kvflow.router.worker_metrics import Exposition, merged
+from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.metrics import RoleMetrics
 from tests.monitoring import DASHBOARD, FOLDER, binary, expressions
 
 ALERTS = FOLDER / "alerts.yml"
@@ -296,9 +299,10 @@ HEALTHY = {
 }
 
 
-def _promtool(*arguments: str) -> str:
+def _promtool(*arguments: str, text: str | None = None) -> str:
+    command = [binary("promtool"), *arguments]
     done = subprocess.run(
-        [binary("promtool"), *arguments], capture_output=True, text=True, timeout=60, check=False
+        command, input=text, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -335,6 +339,19 @@ def _expected(name: str, case: Case, severity: str) -> Any:
         "exp_annotations": {"summary": case.summary},
     }
     return {"eval_time": "30m", "alertname": name, "exp_alerts": [alert]}
+
+
+def test_promtool_has_nothing_to_say_about_the_metrics_of_a_fleet() -> None:
+    report = reference._filled(Report)
+    metrics = RoleMetrics(lambda: report, role="decode")
+    metrics.answered("/generate", 200, 0.1)
+    body = metrics.response().body
+    assert isinstance(body, bytes)
+    # Servers switch these series off when they start.
+    text = re.sub(r"(?m)^.*_created\b.*\n", "", body.decode())
+    found, malformed = merged([Exposition("decode", url, text) for url in ("u1", "u2")])
+    assert not malformed and b"kvflow_queue_seconds_bucket" in found
+    assert _promtool("check", "metrics", text=found.decode()) == ""
 
 
 def test_promtool_parses_the_expressions_of_all_panels(tmp_path: Path) -> None:

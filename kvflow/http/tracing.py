@@ -32,8 +32,9 @@ FLUSH_TIMEOUT_S = 3.0  # how long a server that ends waits for its last spans to
 HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 _TRACES = "/v1/traces"
 # Names by the semantic conventions of OpenTelemetry for generative AI.
-_OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
-_NOT_COMPLETIONS = ("/v1/tokenize", "/v1/detokenize")
+_OPERATIONS = {"/generate": "generate_content", "/v1/completions": "text_completion"}
+_OTHER_OPERATION = "chat"
+_NOT_COMPLETIONS = ("tokenize", "count_tokens")
 _log = logging.getLogger("kvflow.http")
 
 
@@ -86,7 +87,7 @@ class Tracing:
         attributes: dict[str, str | int] = {
             "http.request.method": request.method,
             "http.route": route,
-            "gen_ai.operation.name": _OPERATIONS.get(route, "generate_content"),
+            "gen_ai.operation.name": _OPERATIONS.get(route, _OTHER_OPERATION),
             "gen_ai.provider.name": "kvflow",
             "kvflow.request_id": request_id,
         }
@@ -232,7 +233,9 @@ def check_collector(endpoint: str) -> str:
 
 
 def _is_completion(route: str) -> bool:
-    return route == "/generate" or (route.startswith("/v1/") and route not in _NOT_COMPLETIONS)
+    if route.endswith(_NOT_COMPLETIONS):
+        return False
+    return route == "/generate" or route.startswith("/v1/")
 
 
 def _kind(name: str) -> Any:

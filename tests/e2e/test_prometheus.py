@@ -95,6 +95,7 @@ async def _until_data(session: aiohttp.ClientSession, url: str) -> None:
                     values = [float(one["value"][1]) for one in found["result"]]
                     if values and not all(map(math.isnan, values)):
                         left.discard(query)
+                        print(f"{len(values)} series, {values[0]:.4g}: {query}")
     except TimeoutError:
         raise AssertionError(f"no data: {sorted(left)}") from None
 

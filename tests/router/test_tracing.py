@@ -14,9 +14,11 @@ from aiohttp import web
 from kvflow.http import tracing as module
 from kvflow.http.tracing import Tracing, check_collector, tracing_to
 from kvflow.protocols.errors import Cause, Code, MisuseError
+from kvflow.router.vllm_engine import VllmEngine
 from kvflow.serve.http import tracing as of_workers
 from tests.fakes.servers import Front, scripted
 from tests.fakes.service import BODY, FakeService, Meeting, Role
+from tests.fakes.vllm import CHAT, FakeVllm, ask
 from tests.otlp import CLIENT, SERVER, Collector, Received
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -189,6 +191,25 @@ async def test_only_completions_are_traced(
     assert {one.attributes.get("http.route") for one in collector.spans if one.kind == SERVER} == {
         "/v1/completions"
     }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_legs_of_vllm_follow_each_other_in_the_trace(
+    collector: Collector, stream: bool
+) -> None:
+    async with (
+        FakeVllm() as prefill,
+        FakeVllm() as decode,
+        traced_to(collector, "router") as router,
+        Front([prefill], [decode], engine=VllmEngine(), tracing=router) as front,
+    ):
+        await ask(front, CHAT, stream=stream)
+    [root] = [one for one in collector.spans if one.kind == SERVER]
+    assert root.attributes["gen_ai.operation.name"] == "chat"
+    [first], [second] = (named(collector.spans, f"{role} leg") for role in ("prefill", "decode"))
+    assert root.began_ns <= first.began_ns <= first.ended_ns <= second.began_ns
+    assert second.ended_ns <= root.ended_ns
+    assert not first.failed and not second.failed
 
 
 # --- without, and with a collector that is of no use
