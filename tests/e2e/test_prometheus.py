@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 import yaml
 
+from kvflow.serve.demo_model import DEMO_PROMPTS
 from kvflow.serve.launch.supervisor import Fleet
 from tests.e2e.fleet import generate, running
 from tests.monitoring import DASHBOARD, FOLDER, binary, expressions
@@ -23,6 +24,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 WITHIN_S = 60.0
 # Long enough for several scrapes, also on a busy machine.
 INTERVAL = "20s"
+# Several pages, which the second request finds in the cache.
+CACHED = " ".join(DEMO_PROMPTS)
 
 
 def _configured(folder: Path, target: str) -> Path:
@@ -74,8 +77,8 @@ async def _traffic(session: aiohttp.ClientSession, fleet: Fleet) -> None:
     }
     while True:
         found = await asyncio.gather(
-            generate(session, fleet.url, stream=True),
-            generate(session, fleet.url),
+            generate(session, fleet.url, stream=True, text=CACHED),
+            generate(session, fleet.url, text=CACHED),
             generate(session, fleet.url, sampling_params={"temperature": -1}),
             # No prefill comes to this room, so decode counts a failed one.
             generate(session, fleet.decodes[0].url, **meeting),
