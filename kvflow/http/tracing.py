@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 QUEUE_SPANS = 2048
 EXPORT_TIMEOUT_S = 5.0
+LOG_EVERY_S = 60.0
+MAX_LOGGED = 300
 FLUSH_TIMEOUT_S = 3.0  # how long a server that ends waits for its last spans to be sent
 HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
 _TRACES = "/v1/traces"
@@ -65,6 +67,7 @@ class Tracing:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
+        _log_rarely()
         # At exit, the SDK would wait without limit for a collector that hangs; `close` has one.
         provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(ratio)),
@@ -230,6 +233,25 @@ def check_collector(endpoint: str) -> str:
             f"--otlp-endpoint: {endpoint!r} is no URL of a collector, such as http://localhost:4318"
         )
     return endpoint if parts.path.endswith(_TRACES) else endpoint.rstrip("/") + _TRACES
+
+
+class _Rarely(logging.Handler):
+    """Logs at most one message of OpenTelemetry in `LOG_EVERY_S`, in kvflow's own log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._next_at_s = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if (now := time.monotonic()) >= self._next_at_s:
+            self._next_at_s = now + LOG_EVERY_S
+            _log.warning("traces: %s", record.getMessage()[:MAX_LOGGED])
+
+
+def _log_rarely() -> None:
+    # While a collector is away, the SDK logs several lines for each batch, every few seconds.
+    theirs = logging.getLogger("opentelemetry")
+    theirs.propagate, theirs.handlers = False, [_Rarely()]
 
 
 def _is_completion(route: str) -> bool:

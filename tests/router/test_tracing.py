@@ -20,6 +20,7 @@ from tests.fakes.servers import Front, scripted
 from tests.fakes.service import BODY, FakeService, Meeting, Role
 from tests.fakes.vllm import CHAT, FakeVllm, ask
 from tests.otlp import CLIENT, SERVER, Collector, Received
+from tests.ports import free_port
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "vendor=1"}
@@ -264,6 +265,26 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(MisuseError, match=r"pip install 'kvflow\[otel\]'"):
         check_collector("http://localhost:4318")
+
+
+async def test_a_collector_that_is_away_costs_one_line_a_minute(
+    prefill: Role,
+    decode: Role,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="make setup installs kvflow[otel]")
+    monkeypatch.setattr(module, "FLUSH_TIMEOUT_S", 20.0)
+    # The exporter gives a batch up after this time, tries again included.
+    monkeypatch.setattr(module, "EXPORT_TIMEOUT_S", 1.0)
+    async with (
+        tracing_to(f"http://127.0.0.1:{free_port()}", 1.0, "router") as router,
+        Front([prefill], [decode], tracing=router) as front,
+    ):
+        await front.post("/generate", BODY)
+    [line] = [one for one in caplog.messages if "traces" in one]
+    assert line.startswith("traces: ") and "refused" in line
+    assert not [one for one in caplog.records if one.name.startswith("opentelemetry")]
 
 
 async def test_a_collector_that_hangs_holds_up_neither_requests_nor_the_end(
