@@ -283,7 +283,7 @@ async def test_a_collector_that_is_away_costs_one_line_a_minute(
     ):
         await front.post("/generate", BODY)
     [line] = [one for one in caplog.messages if "traces" in one]
-    assert line.startswith("traces: ") and "refused" in line
+    assert line.startswith("traces: ")
     assert not [one for one in caplog.records if one.name.startswith("opentelemetry")]
 
 
