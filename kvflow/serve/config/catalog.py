@@ -48,9 +48,13 @@ _WORKER = (
     *_PLANE,
 )
 _RETRACT = _names("new_token_ratio host_memory_bytes host_memory_full")
-_RECEIVER = (*_names("max_quarantine_share disaggregation_prefill_tp"), *_RETRACT)
+_RECEIVER = (
+    *_names("max_quarantine_share disaggregation_prefill_tp local_prefill_chunk"),
+    *_RETRACT,
+)
 _ROUTER = _names(
-    "poll_s retry_timeout_s policy tokenizer_path balance_abs_threshold balance_rel_threshold"
+    "poll_s retry_timeout_s policy tokenizer_path balance_abs_threshold balance_rel_threshold "
+    "local_prefill_tokens"
 )
 _SENDER = _names(
     "pp tp chunked_prefill_size max_batch_tokens transfer_rate_limit rendezvous_s "
@@ -91,7 +95,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "processes": _names("prefill_workers decode_workers start_timeout_s"),
     "routing": (*_names("prefill decode engine legs join"), *_ROUTER),
-    "model": (*_MODEL, *_names("pp tp decode_tp chunked_prefill_size max_batch_tokens")),
+    "model": (
+        *_MODEL,
+        *_names("pp tp decode_tp chunked_prefill_size max_batch_tokens local_prefill_chunk"),
+    ),
     "pool": (
         *_POOL,
         *_RETRACT,

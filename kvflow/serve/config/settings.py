@@ -149,6 +149,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     schedule_low_priority_values_first: bool = False
     """Of waiting requests, the smallest priority starts first, as in vLLM; else the largest."""
 
+    local_prefill_chunk: SizeOrNone = 128
+    """Tokens of prompts that decode computes itself in one step, at most, while other requests
+    decode, whose tokens wait for it; 0 = it computes no prompt."""
+
     disaggregation_mode: Literal["", "prefill", "decode"] = ""
     """Accepted for compatibility with SGLang; must match the command."""
     disaggregation_bootstrap_port: Port = 8998
@@ -232,6 +236,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     balance_abs_threshold: Annotated[int, Meta(ge=0, le=1 << 20)] = 8
     """With --policy cache_aware, a worker is overloaded that has more than so many requests more
     than the least loaded one, and more than --balance-rel-threshold times its requests."""
+    local_prefill_tokens: SizeOrNone = 0
+    """A prompt goes to decode alone, which computes it between its steps, where decode has at most
+    so many tokens of prompts to compute then: what its prefix cache lacks of this one, and what it
+    was sent before. 0 = each prompt goes to a pair."""
     tokenizer_path: str = ""
     """Directory or Hugging Face name of the workers' tokenizer, with which --policy cache_aware
     finds a text in what workers publish with --kv-events-config. Without it their events count for

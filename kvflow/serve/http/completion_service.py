@@ -15,6 +15,7 @@ from kvflow.protocols.errors import Cause
 from kvflow.serve.cache.prefix import CacheStats
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import (
+    EngineLocalPrompts,
     EngineOptimism,
     EngineRetractions,
     SamplingParams,
@@ -37,9 +38,12 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion to generate: the room for its KV, its prompt and its sampling parameters."""
+    """One completion to generate: the room for its KV, its prompt and its sampling parameters.
 
-    room: int
+    `room` is None if decode computes the prompt itself: then no prefill has a part in the request.
+    """
+
+    room: int | None
     prefill: str  # "host:port" of prefill's bootstrap registry; a prefill ignores it
     # The group of prefill's ranks that serves the room. None means group `room % dp_size`.
     prefill_dp_rank: int | None = None
@@ -80,6 +84,7 @@ class Report(NodeReport, frozen=True, kw_only=True):
     kv_events: dict[str, Any] | None = None  # addresses and counters of the event publisher
     retraction: EngineRetractions | None = None  # decode only
     decode_steps: int | None = None  # decode only
+    local_prompts: EngineLocalPrompts | None = None  # decode only
     pp_size: int = 1
     tp_size: int = 1
     ranks: tuple[RankReport, ...] = ()  # empty for a worker with one rank

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
@@ -192,6 +193,7 @@ class PrefillService(EngineService[PrefillNode, "PrefillEngine"]):
         return msgspec.structs.replace(super().report(), optimism=self._engine.optimism)
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        assert request.room is not None
         try:
             room = self._node.room(
                 request.room, request.checked or request.prompt, deadline_s=self._timeout_s
@@ -229,10 +231,30 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
 
     def report(self) -> Report:
         return msgspec.structs.replace(
-            super().report(), retraction=self._engine.retraction, decode_steps=self._engine.steps
+            super().report(),
+            retraction=self._engine.retraction,
+            decode_steps=self._engine.steps,
+            local_prompts=self._engine.local.report(),
         )
 
-    async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+    def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        if request.room is None:
+            return self._computed(request)
+        return self._tokens_of_room(request, request.room)
+
+    async def _computed(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        tokens = self._engine.compute(request.prompt, request.params, request.namespace)
+        async with aclosing(tokens):
+            try:
+                async for token in tokens:
+                    yield token
+            except KvflowError as error:
+                self._node.counts.engine_failed(error.code)
+                raise
+
+    async def _tokens_of_room(
+        self, request: GenerationRequest, room_id: int
+    ) -> AsyncGenerator[TokenOut, None]:
         if not request.prefill:
             error = RequestError(
                 "bootstrap_host is missing: decode cannot find its prefill without it"
@@ -244,7 +266,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
         prompt = request.checked or request.prompt
         try:
             room = self._node.announce(
-                request.room,
+                room_id,
                 request.prefill,
                 prompt,
                 deadline_s=self._timeout_s,
@@ -285,6 +307,7 @@ class DecodeService(EngineService[DecodeNode, "DecodeEngine"]):
     def _refused_group(self, request: GenerationRequest, error: DpRankError) -> RequestError:
         """Refuse the room at prefill, whose leg may wait in any group. Return this leg's error."""
         refused = RequestError(f"disagg_prefill_{error}", param="disagg_prefill_dp_rank")
+        assert request.room is not None
         self.refuse(request.room, request.prefill, refused.cause(), request.prefill_dp_rank)
         return refused
 

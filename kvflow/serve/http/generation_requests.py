@@ -304,22 +304,27 @@ def generation_requests(
     total = len(prompts) * choices
     _check_answer_ids(body, total)
     _check_dp_ranks(body, is_decode=limits.generates)
+    is_local = _is_local(body, is_decode=limits.generates)
     for prompt, sampling in zip(prompts, params, strict=True):
         limits.check(body, prompt, sampling)
     _check_scores(body, prompts, params, choices, limits)
-    made: dict[int, GenerationRequest] = {}
+    made: list[GenerationRequest] = []
+    rooms: set[int] = set()
     for i in range(total):
         prompt, sampling = prompts[i // choices], params[i // choices]
         choice = i % choices
         # With equal seeds, all choices would have the same text.
         if choice and sampling.seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=sampling.seed + choice)
-        room, prefill = _rendezvous(body, i, total, limits.bootstrap_port)
-        if room in made:
-            raise RequestError(
-                f"bootstrap_room: {room} is given twice; every completion needs a room of its own"
-            )
-        made[room] = GenerationRequest(
+        room: int | None = None
+        prefill = ""
+        if not is_local:
+            room, prefill = _rendezvous(body, i, total, limits.bootstrap_port)
+            if room in rooms:
+                text = f"bootstrap_room: {room} is given twice"
+                raise RequestError(f"{text}; every completion needs a room of its own")
+            rooms.add(room)
+        request = GenerationRequest(
             room=room,
             prefill=prefill,
             prefill_dp_rank=body.disagg_prefill_dp_rank,
@@ -327,7 +332,29 @@ def generation_requests(
             params=sampling,
             namespace=_namespace(body, i // choices, len(prompts)),
         )
-    return list(made.values())
+        made.append(request)
+    return made
+
+
+def _is_local(body: Rendezvous, *, is_decode: bool) -> bool:
+    """Return True if decode computes the prompts of this body itself.
+
+    Raises: RequestError if a prefill gets such a body, or if it also names a room.
+    """
+    given = body.compute_prompt
+    if given is None or given is False:
+        return False
+    name = "compute_prompt"
+    if given is not True:
+        raise RequestError(f"{name}: {str(given)[:40]!r} is not true or false", param=name)
+    if not is_decode:
+        raise RequestError(
+            f"{name}: decode alone computes a prompt without a room; this is a prefill", param=name
+        )
+    if body.bootstrap_room is not None:
+        text = "no room carries a prompt that decode computes itself; leave bootstrap_room out"
+        raise RequestError(f"{name}: {text}", param=name)
+    return True
 
 
 def _namespace(body: Rendezvous, index: int, prompts: int) -> Namespace:

@@ -61,6 +61,7 @@ class GroupPrefillService(PrefillService):
         self._recent_rooms.add(room)
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
+        assert request.room is not None
         was_opened = False
 
         def on_open(opened: GroupRequest) -> None:

@@ -90,7 +90,7 @@ class RequestMeter:
         self._prompts = [len(request.prompt) for request in requests]
         self._counts = [0] * len(requests)
         self._last_at_s = [self._arrived_at_s] * len(requests)
-        name_rooms(request.room for request in requests)
+        name_rooms(request.room for request in requests if request.room is not None)
         if (trace := CURRENT.get()) is not NO_REQUEST:
             trace.prompt_tokens = sum(self._prompts)
 

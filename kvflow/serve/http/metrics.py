@@ -55,6 +55,10 @@ _RETRACTION: tuple[Figure, ...] = (
     ),
     ("new_token_ratio", "Share of its new tokens for which a request is promised pages."),
 )
+_LOCAL: tuple[Figure, ...] = (
+    ("local_prompts", "Prompts that decode began to compute itself, without a pair.", "prompts"),
+    ("local_prompt_tokens", "Prompt tokens that decode computed itself.", "tokens"),
+)
 _CACHED: tuple[Figure, ...] = (
     ("pages", "Pages of the pool that hold cached prefixes."),
     ("evictable_pages", "Of them, those that no request reads."),
@@ -121,6 +125,8 @@ class RoleMetrics(HttpMetrics):
         if report.retraction is not None:
             yield from each(CounterMetricFamily, "kvflow_", report.retraction, *_RETRACTED)
             yield from each(GaugeMetricFamily, "kvflow_", report.retraction, *_RETRACTION)
+        if report.local_prompts is not None:
+            yield from each(CounterMetricFamily, "kvflow_", report.local_prompts, *_LOCAL)
         if report.cache is not None:
             yield from _cache(report.cache)
         if report.ranks:

@@ -70,6 +70,7 @@ def server_info(
         "kv_events": report.kv_events,
         "optimistic_prefill": msgspec.to_builtins(report.optimism),
         "retraction": msgspec.to_builtins(report.retraction),
+        "local_prompts": msgspec.to_builtins(report.local_prompts),
         "staging_waits": msgspec.to_builtins(report.staging_waits),
         "quarantine_pages": report.quarantine_pages,
         "quarantine_overdue_pages": report.quarantine_overdue_pages,

@@ -337,7 +337,7 @@ class CompletionPipeline(Drainable):
             # If a choice has not begun, its `tokens` will never run, and cannot end the room.
             if arrivals.has_begun(index):
                 self.service.abort(request)
-            else:
+            elif request.room is not None:
                 self.service.refuse(
                     request.room, request.prefill, _ABORTED, request.prefill_dp_rank
                 )

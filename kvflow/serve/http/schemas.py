@@ -68,6 +68,8 @@ class Rooms(Body, frozen=True, kw_only=True):
     routed_dp_rank: Any = None
     data_parallel_rank: Any = None
     disagg_prefill_dp_rank: Any = None
+    # True if decode computes the prompts itself. The body then names no rooms.
+    compute_prompt: Any = None
 
 
 class Rendezvous(Rooms, frozen=True, kw_only=True):

@@ -171,6 +171,7 @@ async def _decode_engine(
             recompute=settings.host_memory_full == "recompute",
             cache=cache,
             prefetch=settings.cache_prefetch_policy,
+            local_prefill_chunk=settings.local_prefill_chunk,
         )
         await node.start()
         stack.push_async_callback(engine.close)

@@ -282,7 +282,7 @@ class EnginePair:
         decode = {"max_batch": options.pop("max_batch", 256)}
         decode.update(
             (name, options.pop(name))
-            for name in ("new_token_ratio", "recompute")
+            for name in ("new_token_ratio", "recompute", "local_prefill_chunk")
             if name in options
         )
         host_pages, rows = options.pop("host_pages", 0), options.pop("num_rows", 32)

@@ -25,6 +25,7 @@ from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.budget import Admission
+from kvflow.serve.engine.scheduler.local_prompts import LocalPrompts
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
 from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose, masks_ahead
 
@@ -42,7 +43,8 @@ class DecodeRequest:
     """One request of a decode engine.
 
     `tokens` carries its tokens, or the error that ended it, to its reader. The request keeps
-    prefill's handoff (I9), because a later handoff could overwrite a shared slot.
+    prefill's handoff (I9), because a later handoff could overwrite a shared slot. It is None if
+    decode computes the prompt itself.
     `resident` owns its places in the pool, or its host memory. `prefix` holds the cached pages with
     which it begins. They belong to the cache, and remain locked while the request is retracted,
     unless `Retractions` unlocks them.
@@ -55,14 +57,14 @@ class DecodeRequest:
     limit: int
     admission: Admission
     adjustments: Adjustments | None
-    handoff: HandOff
+    handoff: HandOff | None
     prefix: Prefix | None = None
     seed: int = field(init=False)
     # Moves run in the reader's context, so that their log lines name the request.
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     move: asyncio.Task[None] | None = None  # runs while the request is retracted
     protected_until: int = 0
-    delivered: int = 0  # tokens delivered so far
+    delivered: int = 0  # tokens that steps here generated and that were delivered so far
     # The number of tokens whose state is certain to be in the pages, even while a step runs.
     settled: int = field(init=False)
     tokens: asyncio.Queue[TokenOut | KvflowError] = field(default_factory=asyncio.Queue)
@@ -78,6 +80,11 @@ class DecodeRequest:
     @property
     def tokens_left(self) -> int:
         return self.limit - self.generated
+
+    @property
+    def computes_prompt(self) -> bool:
+        """True while decode computes the prompt and has not chosen the first token."""
+        return self.handoff is None and not self.generated
 
     @property
     def protected(self) -> bool:
@@ -99,12 +106,15 @@ class DecodeRequest:
     def stepped(self) -> None:
         """Record the delivery of a token. The states of all tokens before it are in the pages."""
         self.delivered += 1
-        self.settled = self.sequence.prompt_length + self.delivered
+        # Prefill chose the first token, unless decode computed the prompt.
+        before = self.delivered if self.handoff is not None else self.delivered - 1
+        self.settled = self.sequence.prompt_length + before
 
     def recomputed_row(
         self, most: int, chunk: Callable[[int, int], int], *, one_by_one: bool
     ) -> Row:
-        """Return a row of tokens whose state is computed again after a retraction.
+        """Return a row of tokens whose state is computed again after a retraction, or of a prompt
+        that decode computes itself.
 
         The row has about `most` tokens; `chunk` decides how many. If it includes the last token,
         the step also generates the next one.
@@ -144,10 +154,11 @@ class Burst:
         goes_on: Callable[[], bool],
         one_by_one: bool = False,
         chunk: Callable[[int, int], int] = min,
+        local: LocalPrompts | None = None,
     ) -> None:
         """With `one_by_one`, a recomputation takes one step for each generated token, because the
         states of some models would otherwise differ. `chunk` divides prompts that are computed
-        again; see `LoadedModel.chunk`.
+        again; see `LoadedModel.chunk`. `local` says how many tokens of new prompts a step computes.
 
         `deliver` is called on the event loop with the tokens of one or more steps, in order. A
         request's last token is delivered at once, other tokens within `DELIVER_EVERY_S` plus one
@@ -157,6 +168,7 @@ class Burst:
         self._eos_ids = eos_ids
         self._one_by_one = one_by_one
         self._chunk = chunk
+        self._local = local
         self._deliver, self._is_running, self._goes_on = deliver, is_running, goes_on
 
     def run(
@@ -212,19 +224,37 @@ class Burst:
         return tokens
 
     def _rows(self, batch: list[DecodeRequest]) -> tuple[list[Row], list[DecodeRequest]]:
-        left = RECOMPUTED_PER_STEP
+        again, anew = RECOMPUTED_PER_STEP, self._most_of_prompts(batch)
         rows: list[Row] = []
         chosen: list[DecodeRequest] = []
         for request in batch:
             s = request.sequence
-            if s.length - s.computed == 1:
+            if request.computes_prompt:
+                if not anew:
+                    continue
+                row = request.recomputed_row(anew, self._chunk, one_by_one=self._one_by_one)
+                anew -= min(anew, row.new)
+                self._count(row)
+            elif s.length - s.computed == 1:
                 row = Row(s, 1)
-            elif left:
-                row = request.recomputed_row(left, self._chunk, one_by_one=self._one_by_one)
-                left -= min(left, row.new)
+            elif again:
+                row = request.recomputed_row(again, self._chunk, one_by_one=self._one_by_one)
+                again -= min(again, row.new)
             else:
                 continue
             rows.append(row)
             if row.logits:
                 chosen.append(request)
         return rows, chosen
+
+    def _most_of_prompts(self, batch: list[DecodeRequest]) -> int:
+        """Return how many tokens of prompts this step computes at most."""
+        if self._local is None:
+            return 0
+        # Without others to wait for it, a step may be as long as a recomputation.
+        others = any(not request.computes_prompt for request in batch)
+        return self._local.chunk if others else max(self._local.chunk, RECOMPUTED_PER_STEP)
+
+    def _count(self, row: Row) -> None:
+        if self._local is not None:
+            self._local.tokens += row.new

@@ -34,6 +34,7 @@ from kvflow.serve.engine.scheduler.burst import Burst, DecodeRequest, Tokens
 from kvflow.serve.engine.scheduler.growth import Growth
 from kvflow.serve.engine.scheduler.handoff import check_handoff
 from kvflow.serve.engine.scheduler.limits import EngineLimits
+from kvflow.serve.engine.scheduler.local_prompts import LocalPrompts
 from kvflow.serve.engine.scheduler.loop import EngineLoop
 from kvflow.serve.engine.scheduler.params import (
     EngineLoad,
@@ -70,6 +71,7 @@ class DecodeEngine(EngineLoop):
         recompute: bool = True,
         cache: PrefixCache | None = None,
         prefetch: PrefetchPolicy = "timeout",
+        local_prefill_chunk: int = 0,
     ) -> None:
         """`new_token_ratio` is the share of a request's new tokens for which it is promised pages.
         Below 1.0, the engine retracts requests when the pool runs short: it copies their state to
@@ -78,6 +80,8 @@ class DecodeEngine(EngineLoop):
 
         `cache`, the prefix cache of this pool, keeps the pages that requests computed, unless they
         end with an error. `prefetch` decides how long a prompt waits for pages that it loads.
+        `local_prefill_chunk` is the number of prompt tokens that a step computes at most for
+        `compute`, while other requests decode; with 0, `compute` refuses every prompt.
 
         Raises: LayoutError if the pool does not fit the model.
         """
@@ -110,6 +114,7 @@ class DecodeEngine(EngineLoop):
         self._numbers = itertools.count()
         self._outgoing: dict[DecodeRequest, list[TokenOut | KvflowError]] = {}
         self._paused = False
+        self.local = LocalPrompts(model, pool, pages, local_prefill_chunk)
         self._burst = self._burst_of(model)
         self._snapshots, self.cache = snapshots, cache
         self._prefetch: PrefetchPolicy = prefetch
@@ -149,6 +154,7 @@ class DecodeEngine(EngineLoop):
             goes_on=self._goes_on,
             one_by_one=model.has_states,
             chunk=model.chunk,
+            local=self.local,
         )
 
     async def close(self) -> None:
@@ -223,9 +229,15 @@ class DecodeEngine(EngineLoop):
         return admission
 
     async def cached(
-        self, prompt: Prompt, namespace: Namespace = ANY, admission: Admission | None = None
+        self,
+        prompt: Prompt,
+        namespace: Namespace = ANY,
+        admission: Admission | None = None,
+        most_tokens: int | None = None,
     ) -> Prefix | None:
         """Return the cached prefix of a prompt, locked, or None without a cache.
+
+        It has at most `most_tokens` tokens.
 
         The caller releases the prefix, or passes it to `generate`. Prefill need not send its pages,
         and `admission` no longer promises them. Pages that only the host or only storage has are
@@ -235,13 +247,13 @@ class DecodeEngine(EngineLoop):
         if cache is None:
             return None
         if admission is None or not cache.has_host:
-            prefix = cache.match(tokens, namespace=namespace)
+            prefix = cache.match(tokens, most_tokens, namespace)
         else:
             prefix = await bring(
                 cache,
                 self._prefetch,
                 tokens,
-                None,
+                most_tokens,
                 namespace,
                 most_pages=admission.opening,
                 taking=admission.has,
@@ -293,10 +305,7 @@ class DecodeEngine(EngineLoop):
             out = self._first(request)
             yield out
             while out.finish_reason is None:
-                token = await request.tokens.get()
-                if isinstance(token, KvflowError):
-                    raise token
-                out = token
+                out = await _next_of(request)
                 yield out
             cause = None
         except KvflowError as error:
@@ -315,6 +324,62 @@ class DecodeEngine(EngineLoop):
             room.close(cause)
             if admission is not None:
                 admission.release()
+
+    async def compute(
+        self, prompt: Prompt, params: SamplingParams, namespace: Namespace = ANY
+    ) -> AsyncGenerator[TokenOut, None]:
+        """Yield the tokens of a prompt that this engine computes, without a prefill or a room.
+
+        The prompt waits for pages like those of `generate`. Its chunks then run beside the steps
+        of other requests. Closing the generator, or cancelling its reader, ends the sequence.
+
+        Raises: RefusedError if a pair has to serve the request, MisuseError, CapacityError.
+        """
+        self.local.check(params)
+        number, request, prefix = next(self._numbers), None, None
+        admission = await self.admit(prompt, params, namespace)
+        try:
+            most = self.local.most_cached(prompt)
+            prefix = await self.cached(prompt, namespace, admission, most)
+            self._refuse_when_closing()
+            request = self._begin(number, prompt, params, admission, prefix)
+            cached = request.sequence.computed
+            out = msgspec.structs.replace(await _next_of(request), cached_tokens=cached)
+            yield out
+            while out.finish_reason is None:
+                out = await _next_of(request)
+                yield out
+        except (GeneratorExit, asyncio.CancelledError):
+            if request is not None:
+                self._keep(request)
+            raise
+        finally:
+            if request is not None:
+                self._retire(request)
+            elif prefix is not None:
+                prefix.release()
+            admission.release()
+
+    def _begin(
+        self,
+        number: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        admission: Admission,
+        prefix: Prefix | None,
+    ) -> DecodeRequest:
+        """Take the places of a prompt that is computed here, and let it join the batch."""
+        owner, limit = ("sequence", number), self.limits.new_tokens(prompt, params)
+        sequence = Sequence(owner, prompt, limit, self._page_size)
+        places = self.local.take(sequence, prefix)
+        admission.took(int(places[0].size))
+        resident = Resident(owner, places, allocators=self._allocators, store=self._snapshots)
+        adjustments = adjustments_of(params, sequence, self._model.eos_ids)
+        request = DecodeRequest(
+            number, sequence, resident, params, limit, admission, adjustments, None, prefix
+        )
+        self._join(request)
+        return request
 
     async def _admit_landed(
         self, room: DecodeRoomPort, prompt: Prompt, limit: int, prefix: Prefix | None, priority: int
@@ -352,6 +417,7 @@ class DecodeEngine(EngineLoop):
     def _first(self, request: DecodeRequest) -> TokenOut:
         """Return the first token. The request joins the batch, unless this token ends it."""
         handoff = request.handoff
+        assert handoff is not None
         check_handoff(
             handoff, request.sequence.prompt_length, request.params, self._model.vocab_size
         )
@@ -521,3 +587,11 @@ class DecodeEngine(EngineLoop):
 
 def _grammar_error(text: str) -> KvflowError:
     return room_error(Cause(Code.ENGINE_ERROR, f"the grammar of the answer cannot go on: {text}"))
+
+
+async def _next_of(request: DecodeRequest) -> TokenOut:
+    """Return the next token of a request. Raises: the error that ended it."""
+    token = await request.tokens.get()
+    if isinstance(token, KvflowError):
+        raise token
+    return token

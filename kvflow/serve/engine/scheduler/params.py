@@ -304,6 +304,14 @@ class EngineRetractions(msgspec.Struct, frozen=True, kw_only=True):
     new_token_ratio: float = 1.0
 
 
+class EngineLocalPrompts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counters for prompts that a decode computes itself."""
+
+    chunk: int = 0  # prompt tokens that one step computes at most beside others; 0: none at all
+    prompts: int = 0  # prompts that it began to compute
+    tokens: int = 0  # tokens of prompts that it computed, without cached ones
+
+
 def finish(
     token_id: int, generated: int, limit: int, params: SamplingParams, eos_ids: frozenset[int]
 ) -> tuple[FinishReason | None, int | None]:
