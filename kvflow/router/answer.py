@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import aiohttp
 import msgspec
@@ -35,6 +36,7 @@ class ClientAnswer:
         self._http, self._measures = http, measures
         self._arrived_at_s = time.perf_counter()
         self._stream: web.StreamResponse | None = None
+        self.on_first_token: Callable[[], None] = lambda: None
         # Set if decode is lost after the first token. The router then marks that worker lost.
         self.cut_off: LegFailedError | None = None
 
@@ -97,6 +99,7 @@ class ClientAnswer:
         self._measures.first_token(self._arrived_at_s)
         if (span := CURRENT.get().span) is not None:
             span.event("first token")
+        self.on_first_token()
         return opening + rest
 
     async def fail(

@@ -63,6 +63,17 @@ class CacheView:
             return size * sum(map(self.feed.blocks.matched, prompts.blocks[size]))
         return CHUNK_TOKENS * self.prefixes.matched(prompts.chains)
 
+    def missing(self, prompts: Prompts) -> int:
+        """Return about how many tokens, over all prompts, the worker has to compute.
+
+        The incomplete block at the end of each prompt counts as a whole one.
+        """
+        size = self.block_size
+        if size is not None and self.feed is not None and size in prompts.blocks:
+            blocks = self.feed.blocks
+            return size * sum(1 + len(one) - blocks.matched(one) for one in prompts.blocks[size])
+        return self.prefixes.missing_tokens(prompts.chains)
+
     @contextmanager
     def expecting(self, prompts: Prompts) -> Iterator[None]:
         """Record that these prompts are being sent to the worker.

@@ -30,10 +30,17 @@ class Completion(Protocol):
     @property
     def fields(self) -> PromptFields: ...
 
+    def local_tokens(self, missing: int) -> int | None:
+        """Return how many tokens decode computes if it serves the request alone.
+
+        `missing` is the number of tokens of the prompts that decode's cache lacks. Returns None if
+        decode cannot serve the request alone, or always does.
+        """
+
     def open_pair(
-        self, request: Forwarded, prefill: Worker, decode: Worker
+        self, request: Forwarded, prefill: Worker | None, decode: Worker
     ) -> AbstractAsyncContextManager[Pair]:
-        """Open one try on these two workers.
+        """Open one try on these two workers, or on decode alone if `prefill` is None.
 
         On exit, close the connections whose answer is incomplete.
         """

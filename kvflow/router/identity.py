@@ -50,6 +50,7 @@ class Identity(msgspec.Struct, frozen=True):
     events: Source | None  # the source of its cache events
     wire_version: int | None = None  # version of the control link
     data_plane: str = ""
+    computes_prompts: bool = False  # True for a decode that computes prompts without a prefill
 
     @property
     def traits(self) -> Traits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -19,7 +19,7 @@ from kvflow.router.engines import Forwarded
 from kvflow.router.feed import source_of
 from kvflow.router.identity import Identity, ask
 from kvflow.router.legs import Leg, with_fields
-from kvflow.router.pairs import Pair, together
+from kvflow.router.pairs import Pair, sequential, together
 from kvflow.router.prompts import PromptFields
 from kvflow.router.workers import Worker
 from kvflow.telemetry.requests import name_rooms
@@ -29,6 +29,13 @@ ROOM_HEADER = "X-Kvflow-Room"
 _NOT_KVFLOW = (
     "it is not a worker of kvflow; a router in front of vLLM servers is started with --engine vllm"
 )
+# The fields of a request whose prompts decode computes. They override those that a client gives.
+_ALONE = {
+    "bootstrap_host": None,
+    "bootstrap_port": None,
+    "bootstrap_room": None,
+    "compute_prompt": True,
+}
 _OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
 
 
@@ -68,21 +75,39 @@ class KvflowCompletion:
         self.fields = fields
         self._rooms = _room_count(fields)
 
+    def local_tokens(self, missing: int) -> int | None:
+        fields = self.fields
+        # Decode alone returns no logprobs of prompts.
+        if fields.echo or fields.logprob_start_len not in (None, -1):
+            return None
+        # Each choice of a prompt is computed by itself.
+        return missing * self._rooms // max(1, len(fields.prompts()))
+
+    def open_pair(
+        self, request: Forwarded, prefill: Worker | None, decode: Worker
+    ) -> AbstractAsyncContextManager[Pair]:
+        if prefill is not None:
+            return self._open_together(request, prefill, decode)
+        name_rooms(())
+        leg = _leg(request, decode, with_fields(request.raw, _ALONE))
+        return sequential(None, decode, lambda _: leg)
+
     @asynccontextmanager
-    async def open_pair(
+    async def _open_together(
         self, request: Forwarded, prefill: Worker, decode: Worker
     ) -> AsyncGenerator[Pair, None]:
         rooms = [secrets.randbits(63) for _ in range(self._rooms)]
         name_rooms(rooms)
-        body = with_fields(request.raw, bootstrap_fields(prefill, rooms))
-
-        def leg(worker: Worker) -> Leg:
-            headers = {**request.headers, ROLE_HEADER: worker.role}
-            return Leg(request.session, worker, request.path, body, headers)
-
-        room_header = {ROOM_HEADER: ",".join(map(str, rooms))}
-        async with together(leg(prefill), leg(decode), room_header) as pair:
+        more = {} if self.fields.compute_prompt is None else {"compute_prompt": None}
+        body = with_fields(request.raw, bootstrap_fields(prefill, rooms) | more)
+        legs = _leg(request, prefill, body), _leg(request, decode, body)
+        async with together(*legs, {ROOM_HEADER: ",".join(map(str, rooms))}) as pair:
             yield pair
+
+
+def _leg(request: Forwarded, worker: Worker, body: bytes) -> Leg:
+    headers = {**request.headers, ROLE_HEADER: worker.role}
+    return Leg(request.session, worker, request.path, body, headers)
 
 
 class _Sampling(msgspec.Struct):
@@ -90,10 +115,15 @@ class _Sampling(msgspec.Struct):
 
 
 class _Fields(PromptFields):
-    """The fields of a body that determine its prompts and the number of completions."""
+    """The fields of a body that determine its prompts, the number of completions, and whether
+    decode can serve it alone.
+    """
 
     sampling_params: _Sampling | list[_Sampling] | None = None
     n: Any = None
+    echo: Any = None
+    logprob_start_len: Any = None
+    compute_prompt: Any = None
 
 
 def _room_count(fields: _Fields) -> int:
@@ -142,7 +172,13 @@ def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None
         events=source_of(url, found.get("kv_events"), found.get("page_size"), events_key),
         wire_version=whole_number(found.get("wire_version")),
         data_plane=str(found.get("data_plane") or ""),
+        computes_prompts=_computes_prompts(found),
     )
+
+
+def _computes_prompts(info: dict[str, Any]) -> bool:
+    local = info.get("local_prompts")
+    return isinstance(local, dict) and bool(whole_number(local.get("chunk")))
 
 
 def _cache_tokens(info: dict[str, Any]) -> int:

@@ -68,6 +68,10 @@ class RouterMeasures:
             "as is known."
         )
         hits = _of_workers(CounterMetricFamily, "prefix_hits", text)
+        text = "Of the tries, requests that decode got alone, to compute their prompts itself."
+        local = _of_workers(CounterMetricFamily, "local_prompts", text)
+        text = "Prompt tokens that decode has still to compute itself, by the router's estimate."
+        computing = _of_workers(GaugeMetricFamily, "computing_tokens", text)
         text = "1 for a worker whose cache is known by the events that it publishes."
         followed = _of_workers(GaugeMetricFamily, "events_followed", text)
         text = "Blocks in its cache, by its events."
@@ -80,12 +84,15 @@ class RouterMeasures:
             load.add_metric(values, worker.running)
             served.add_metric(values, worker.served)
             hits.add_metric(values, worker.prefix_hits)
+            if worker.role == "decode":
+                local.add_metric(values, worker.local_prompts)
+                computing.add_metric(values, worker.computing)
             # For a worker that publishes no events, a 0 would read as an empty cache.
             if (feed := worker.cache.feed) is not None:
                 followed.add_metric(values, float(feed.live))
                 blocks.add_metric(values, len(feed.blocks))
                 gaps.add_metric(values, feed.gaps)
-        yield from (up, load, served, hits, followed, blocks, gaps)
+        yield from (up, load, served, hits, local, computing, followed, blocks, gaps)
 
 
 def _of_workers(kind: type[F], name: str, text: str) -> F:

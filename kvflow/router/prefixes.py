@@ -6,7 +6,7 @@ import bisect
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from kvflow.router.prompts import Chain, chunk_bytes
+from kvflow.router.prompts import Chain, chain_bytes, chunk_bytes
 
 BYTES_PER_TOKEN = 4  # bytes of a token id; also about the length of an English token
 # The limit per worker: two million tokens of prompts, whose hashes take some 20 MB in the router.
@@ -40,13 +40,23 @@ class KnownPrefixes:
 
     def matched(self, chains: Iterable[Chain]) -> int:
         """Return the number of leading chunks that are known, summed over these prompts."""
-        if not self._known:
-            return 0
+        return sum(map(self._known_of, chains)) if self._known else 0
+
+    def missing_tokens(self, chains: Iterable[Chain]) -> int:
+        """Return about how many tokens of these prompts follow their known chunks.
+
+        The incomplete chunk at the end of each prompt counts as a whole one.
+        """
+        return sum(
+            (chain_bytes(len(chain)) + chunk_bytes(len(chain)) - chain_bytes(self._known_of(chain)))
+            // BYTES_PER_TOKEN
+            for chain in chains
+        )
+
+    def _known_of(self, chain: Chain) -> int:
         known = self._known
         # Bisection is valid because the known chunks of a prompt are always its first ones.
-        return sum(
-            bisect.bisect_left(chain, True, key=lambda one: one not in known) for chain in chains
-        )
+        return bisect.bisect_left(chain, True, key=lambda one: one not in known)
 
     def note(self, chains: Iterable[Chain]) -> None:
         """Record that these prompts are being sent to the worker."""

@@ -36,6 +36,12 @@ def chunk_bytes(index: int) -> int:
     return FINE_BYTES if index < FINE_CHUNKS else COARSE_BYTES
 
 
+def chain_bytes(length: int) -> int:
+    """Return the size of the first `length` chunks of any prompt, in bytes."""
+    fine = min(length, FINE_CHUNKS)
+    return fine * FINE_BYTES + (length - fine) * COARSE_BYTES
+
+
 class PromptFields(msgspec.Struct):
     """The fields that contain a body's prompts or decide which prompts share pages."""
 

@@ -12,7 +12,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -33,6 +33,7 @@ from kvflow.router.cache_view import NO_PROMPTS, Prompts
 from kvflow.router.engines import Completion, Engine, Forwarded
 from kvflow.router.kvflow_engine import KvflowEngine
 from kvflow.router.legs import LegFailedError, PairFailedError, copied
+from kvflow.router.local import LocalPrefill
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.membership import Membership
 from kvflow.router.pairs import Pair
@@ -62,7 +63,9 @@ class Router(Drainable):
     received no token yet is tried on one pair after another. It waits at most `retry_timeout_s` in
     all, for a worker to come back or for its next try, and at most `max_waiting` requests wait at a
     time. `encoder` is the model's tokenizer. Without it, the router compares only prompts of token
-    ids with the cache events of workers. `engine` is the kind of worker, kvflow's own by default.
+    ids with the cache events of workers. `engine` is the kind of worker, kvflow's own by default. A
+    request goes to decode alone if decode then has at most `local_prefill_tokens` tokens of prompts
+    to compute (`local.py`).
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class Router(Drainable):
         policy: Policy = Policy(),  # noqa: B008 # it is frozen
         encoder: Encoder | None = None,
         engine: Engine | None = None,
+        local_prefill_tokens: int = 0,
     ) -> None:
         super().__init__()
         self.engine: Engine = engine or KvflowEngine()
@@ -96,6 +100,7 @@ class Router(Drainable):
         self.waiting = 0
         self.workers = Workers(prefill, decode, self._session, poll_s, policy, self.engine.identify)
         self._reads_prompts, self._encoder = policy.reads_prompts, encoder
+        self._local = LocalPrefill(local_prefill_tokens)
         self.membership = Membership(self.workers, self._session, self.engine.identify)
         self.measures = RouterMeasures()
         self.worker_metrics = WorkerMetrics(self.workers, self._session, self.measures)
@@ -125,7 +130,9 @@ class Router(Drainable):
             raw = await http.read()
             rest, long_values = await take_apart(raw)
             completion = self.engine.read(rest)
-            reads = self._reads_prompts and self.workers.cache_prompts()
+            reads = bool(self._local.most_tokens) or (
+                self._reads_prompts and self.workers.cache_prompts()
+            )
             # Restoring the long values takes time, and only the comparison with caches needs it.
             body = long_values.put_back(completion.fields) if reads else None
         except KvflowError as error:
@@ -163,25 +170,23 @@ class Router(Drainable):
         tries = Tries(self._retry_s, self.engine.retried_statuses)
         while True:
             prefill, decode = await self._next_pair(tries, prompts)
+            alone = None
+            if not tries.needs_pair:
+                alone = self._local.begin(completion, decode, prompts)
             try:
-                with prefill.sent(prompts), decode.sent(prompts):
-                    async with completion.open_pair(request, prefill, decode) as pair:
+                with ExitStack() as stack:
+                    if alone is None:
+                        stack.enter_context(prefill.sent(prompts))
+                        answer.on_first_token = _nothing
+                    else:
+                        stack.enter_context(alone)
+                        answer.on_first_token = alone.computed
+                    stack.enter_context(decode.sent(prompts))
+                    partner = prefill if alone is None else None
+                    async with completion.open_pair(request, partner, decode) as pair:
                         done = await _relayed(pair, answer)
             except PairFailedError as error:
-                if isinstance(error, LegFailedError):
-                    error.worker.mark_lost(str(error), loop.time())
-                elif error.passes or error.failure.status == 500:
-                    # The error does not show which worker is at fault, so both are checked.
-                    prefill.check_due.set()
-                    decode.check_due.set()
-                tries.note(error, prefill, decode)
-                self.metrics.retried(error.failure.code)
-                _log.info(
-                    "not served by %s and %s, trying again: %s",
-                    prefill.url,
-                    decode.url,
-                    error.failure.summary,
-                )
+                self._note(error, tries, prefill if alone is None else None, decode)
             else:
                 for worker in pair.asked:
                     if worker is decode and answer.cut_off is not None:
@@ -189,6 +194,32 @@ class Router(Drainable):
                     else:
                         worker.mark_served()
                 return done
+
+    def _note(
+        self, error: PairFailedError, tries: Tries, prefill: Worker | None, decode: Worker
+    ) -> None:
+        """Record that this pair, or decode alone, failed a request.
+
+        Raises: `error`, if no other try is allowed.
+        """
+        if isinstance(error, LegFailedError):
+            error.worker.mark_lost(str(error), asyncio.get_running_loop().time())
+        elif error.passes or error.failure.status == 500:
+            # The error does not show which worker is at fault, so both are checked.
+            for worker in (prefill, decode):
+                if worker is not None:
+                    worker.check_due.set()
+        if prefill is None:
+            tries.note_alone(error)
+        else:
+            tries.note(error, prefill, decode)
+        self.metrics.retried(error.failure.code)
+        _log.info(
+            "not served by %s and %s, trying again: %s",
+            "no prefill" if prefill is None else prefill.url,
+            decode.url,
+            error.failure.summary,
+        )
 
     async def _prompts(self, body: PromptFields) -> Prompts:
         return Prompts(
@@ -291,6 +322,10 @@ class Router(Drainable):
             return Failure(
                 502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer"
             ).response()
+
+
+def _nothing() -> None:
+    """Do nothing: a pair's first token releases nothing."""
 
 
 async def _relayed(pair: Pair, answer: ClientAnswer) -> web.StreamResponse:

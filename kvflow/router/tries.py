@@ -25,8 +25,16 @@ class Tries:
         self.left_s, self._retried = left_s, retried
         self.failed: Counter[Worker] = Counter()
         self.error: PairFailedError | None = None
+        # True once decode failed the request alone. Only pairs are tried from then on.
+        self.needs_pair = False
         self._pairs: set[tuple[Worker, Worker]] = set()
         self._pauses = 0
+
+    def note_alone(self, error: PairFailedError) -> None:
+        """Record that decode failed the request alone. Raises: `error`, if no pair may help."""
+        self.needs_pair = True
+        if not error.may_retry(self._retried):
+            raise error
 
     def note(self, error: PairFailedError, prefill: Worker, decode: Worker) -> None:
         """Record that a pair failed the request. Raises: `error`, if no other try is allowed."""

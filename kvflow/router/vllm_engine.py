@@ -110,6 +110,7 @@ class VllmEngine:
             # vLLM caches prefixes by default, and does not report the size of its cache.
             cache_tokens=MAX_BYTES // BYTES_PER_TOKEN,
             events=None,  # vLLM's events name blocks by its own hashes
+            computes_prompts=role == "decode",
         )
 
     def read(self, body: bytes) -> VllmCompletion:
@@ -164,11 +165,14 @@ class VllmCompletion:
         self._engine = engine
         self._alone = _alone(fields)
 
+    def local_tokens(self, missing: int) -> int | None:
+        return None if self._alone else missing
+
     def open_pair(
-        self, request: Forwarded, prefill: Worker, decode: Worker
+        self, request: Forwarded, prefill: Worker | None, decode: Worker
     ) -> AbstractAsyncContextManager[Pair]:
-        if self._alone:
-            self._engine.note_alone(self._alone)
+        if prefill is None or self._alone:
+            self._engine.note_alone(self._alone or "local_prefill")
             return sequential(None, decode, lambda _: _decode_leg(request, decode, None))
         if (address := self._engine.address_of(prefill)) is not None:
             return _open_together(request, prefill, decode, address)

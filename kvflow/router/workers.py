@@ -71,6 +71,8 @@ class Worker:
         self.turn = 0  # number of its latest request; all workers share one numbering
         self.cache = CacheView(self.url)
         self.prefix_hits = 0
+        self.local_prompts = 0  # requests that it was sent alone, without a prefill
+        self.computing = 0  # tokens of their prompts that it has still to compute
         self.bootstrap_port: int | None = None
         self.learned: object = None  # what the engine has learned since the worker came up
         self.identity: Identity | None = None  # result of the last successful check
@@ -96,6 +98,11 @@ class Worker:
     def usable(self) -> bool:
         """True while the worker gets requests, provided that a worker of the other role fits it."""
         return self.up and not self.leaving
+
+    @property
+    def computes_prompts(self) -> bool:
+        """True if the worker is a decode that computes prompts without a prefill."""
+        return self.identity is not None and self.identity.computes_prompts
 
     @property
     def traits(self) -> Traits:

@@ -45,6 +45,7 @@ async def run_router(settings: Settings) -> None:
             settings.policy, settings.balance_abs_threshold, settings.balance_rel_threshold
         ),
         encoder=tokenizer,
+        local_prefill_tokens=settings.local_prefill_tokens,
         engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(events_key),
     )
     try:
