@@ -428,6 +428,27 @@ def overcommit(
 
 
 @app.command()
+def local(
+    requests: Annotated[int, typer.Option(help="Requests of each turn.", min=10)] = 120,
+    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.1)] = 12.0,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 40,
+    tokens: Annotated[int, typer.Option(help="--local-prefill-tokens.", min=1)] = 256,
+    chunk: Annotated[int, typer.Option(help="--local-prefill-chunk of the decodes.", min=1)] = 128,
+    workers: Annotated[int, typer.Option(help="Prefills, and as many decodes.", min=1)] = 2,
+    turns: Annotated[int, typer.Option(help="Interleaved turns.", min=1)] = 5,
+    threads: Threads = 1,
+    as_json: AsJson = False,
+) -> None:
+    """First tokens and gaps of a mix of prompts, where decode computes some of them itself, beside
+    pairs alone.
+    """
+    from kvflow.bench.local import LocalPlan, bench_local
+
+    plan = LocalPlan(requests, rate, new_tokens, tokens, chunk, workers, turns, threads)
+    _report(bench_local(plan, _say), as_json)
+
+
+@app.command()
 def profile(
     tree: Annotated[list[Path], _checkout("Root of a checkout.")],
     plane: Annotated[str, typer.Option("--transfer-backend", help="Data plane.")] = "local",
