@@ -548,10 +548,15 @@ async def _salts(on: Service, body: str, name: str) -> None:
         await on.ask(body, **{name: "a" * 513})
 
 
-@of("ctg:bootstrap_host", "ctg:bootstrap_port", "ctg:bootstrap_room")
+@of("ctg:bootstrap_host", "ctg:bootstrap_port", "ctg:bootstrap_room", "ctg:compute_prompt")
 async def _meeting(on: Service, body: str, name: str) -> None:
     """The router's own are the ones that count."""
-    lie = {"bootstrap_host": "nowhere.invalid", "bootstrap_port": 1, "bootstrap_room": 1}[name]
+    lie = {
+        "bootstrap_host": "nowhere.invalid",
+        "bootstrap_port": 1,
+        "bootstrap_room": 1,
+        "compute_prompt": True,
+    }[name]
     assert text_of(await on.ask(body, **{name: lie})) == text_of(await on.ask(body))
 
 

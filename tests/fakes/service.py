@@ -163,15 +163,19 @@ class FakeService:
             if self.failure is not None:
                 await self.gate.wait()
                 raise room_error(self.failure)
-            meeting = self._meeting.of(request.room)
+            # Without a room, decode computes the prompt itself.
+            room = request.room
+            meeting = None if room is None else self._meeting.of(room)
             if self.role == "prefill":
+                assert meeting is not None
                 await self.gate.wait()
                 if self.failure is not None:
                     raise room_error(self.failure)
                 meeting.set_result(None)
                 yield self._token(int(request.prompt[-1]) + 1, request.params, "length")
                 return
-            await asyncio.shield(meeting)
+            if meeting is not None:
+                await asyncio.shield(meeting)
             most = max(1, request.params.max_new_tokens)
             for i in range(1, most + 1):
                 if self.fail_after is not None and i > self.fail_after:
@@ -193,7 +197,7 @@ class FakeService:
                 if token.finish_reason is not None:
                     return
         finally:
-            self.ended.put_nowait(request.room)
+            self.ended.put_nowait(request.room or 0)
 
     def _token(self, token: int, params: SamplingParams, reason: Any) -> TokenOut:
         token %= 100
@@ -214,13 +218,15 @@ class FakeService:
 
     def abort(self, request: GenerationRequest) -> None:
         if self.role == "prefill":
+            assert request.room is not None
             self.refuse(request.room, request.prefill, Cause(Code.ABORTED))
 
     def end_requests(self) -> None:
         self.failure = Cause(Code.SHUTDOWN, "this server is shutting down")
         self.gate.set()
         for request in self.requests:
-            self._meeting.fail(request.room, self.failure)
+            if request.room is not None:
+                self._meeting.fail(request.room, self.failure)
 
     def report(self) -> Report:
         return msgspec.structs.replace(self._report(), **self.changed_report)
