@@ -70,7 +70,7 @@ async def bench_local(plan: LocalPlan, say: Say) -> dict[str, Any]:
     """Measure both routers.
 
     Returns {"table": one row for each router, with medians over the turns of percentiles in ms,
-    "turns": the rows of each turn, "alone": requests that decode got alone}.
+    "turns": the rows of each turn, "alone": how many of the "asked" requests of the second router decode got alone}.
 
     Raises: KvflowError if a server does not start, or if an answer differs.
     """
@@ -98,7 +98,7 @@ async def bench_local(plan: LocalPlan, say: Say) -> dict[str, Any]:
                     say(f"turn {turn}, {name}: {seen[name][-1]}")
         alone = await _sent_alone(session, routers[LOCAL])
     table = [{"router": name, **medians(rows)} for name, rows in seen.items()]
-    return {"table": table, "turns": seen, "alone": alone, "asked": plan.requests * plan.turns}
+    return {"table": table, "turns": seen, "alone": alone, "asked": plan.requests * (plan.turns + 1)}
 
 
 @asynccontextmanager

@@ -134,9 +134,9 @@ model_path served_model_name tp_size dp_size load_balance_method disaggregation_
 pp_size disaggregation_bootstrap_port disaggregation_transfer_backend page_size max_model_len
 version role model dtype fingerprint sampling_defaults host control_endpoint data_plane
 wire_version incarnation pool pages rows prefix_cache kv_events optimistic_prefill retraction
-staging_waits quarantine_pages quarantine_overdue_pages quarantine_limit_pages pinned_pages
-pinned_limit_pages rooms rooms_ended ranks bytes_moved running waiting draining started_as
-switching_to last_switch
+local_prompts staging_waits quarantine_pages quarantine_overdue_pages quarantine_limit_pages
+pinned_pages pinned_limit_pages rooms rooms_ended ranks bytes_moved running waiting draining
+started_as switching_to last_switch
 """
 
 
