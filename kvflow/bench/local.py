@@ -70,7 +70,8 @@ async def bench_local(plan: LocalPlan, say: Say) -> dict[str, Any]:
     """Measure both routers.
 
     Returns {"table": one row for each router, with medians over the turns of percentiles in ms,
-    "turns": the rows of each turn, "alone": how many of the "asked" requests of the second router decode got alone}.
+    "turns": the rows of each turn, "alone": how many of the "asked" requests of the second router
+    decode got alone}.
 
     Raises: KvflowError if a server does not start, or if an answer differs.
     """
@@ -98,7 +99,8 @@ async def bench_local(plan: LocalPlan, say: Say) -> dict[str, Any]:
                     say(f"turn {turn}, {name}: {seen[name][-1]}")
         alone = await _sent_alone(session, routers[LOCAL])
     table = [{"router": name, **medians(rows)} for name, rows in seen.items()]
-    return {"table": table, "turns": seen, "alone": alone, "asked": plan.requests * (plan.turns + 1)}
+    asked_in_all = plan.requests * (plan.turns + 1)
+    return {"table": table, "turns": seen, "alone": alone, "asked": asked_in_all}
 
 
 @asynccontextmanager

@@ -161,8 +161,8 @@ class Burst:
         again; see `LoadedModel.chunk`. `local` says how many tokens of new prompts a step computes.
 
         `deliver` is called on the event loop with the tokens of one or more steps, in order. A
-        request's last token is delivered at once, other tokens within `DELIVER_EVERY_S` plus one
-        step.
+        request's last token is delivered at once, and so is the first one that is chosen here.
+        Other tokens are delivered within `DELIVER_EVERY_S` plus one step.
         """
         self._runner = runner
         self._eos_ids = eos_ids
@@ -194,7 +194,7 @@ class Burst:
                 if any(out.finish_reason is not None for _, out in tokens):
                     return
                 now = time.monotonic()
-                if now - delivered_at_s >= DELIVER_EVERY_S:
+                if now - delivered_at_s >= DELIVER_EVERY_S or _has_first_token(tokens):
                     loop.call_soon_threadsafe(self._deliver, held)
                     held, delivered_at_s = [], now
         finally:
@@ -258,3 +258,7 @@ class Burst:
     def _count(self, row: Row) -> None:
         if self._local is not None:
             self._local.tokens += row.new
+
+
+def _has_first_token(tokens: Tokens) -> bool:
+    return any(request.handoff is None and request.generated == 1 for request, _ in tokens)
