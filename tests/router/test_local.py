@@ -119,9 +119,7 @@ async def test_each_choice_of_each_prompt_is_computed(local: Pair) -> None:
     local.front.router.workers.of("decode")[0].cache.forget()
     assert not await local.send(SHORT, sampling_params={"max_new_tokens": 1, "n": 3})
     local.front.router.workers.of("decode")[0].cache.forget()
-    several = [[5, *SHORT[:20]], [6, *SHORT[:20]]]
-    answer = await local.front.call("POST", "/generate", _body(several, False))  # type: ignore[arg-type]
-    assert answer.status == 200 and local.decode.service.requests[-1].room is None
+    assert await local.send(SHORT, input_ids=[[5, *SHORT[:20]], [6, *SHORT[:20]]])
 
 
 async def test_logprobs_of_prompts_need_a_pair(local: Pair) -> None:

@@ -72,7 +72,7 @@ async def test_several_prompts_and_choices_use_their_own_rooms(decode: Role) -> 
     }
     answer = await decode.post("/generate", document)
     assert [one["output_ids"] for one in answer] == [[2, 3], [2, 3], [6, 7], [6, 7]]
-    requests = sorted(decode.service.requests, key=lambda request: request.room)
+    requests = sorted(decode.service.requests, key=lambda request: request.room or 0)
     assert [request.prefill for request in requests] == [
         f"127.0.0.1:{port}" for port in (1, 2, 3, 8998)
     ]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncGenerator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvflow.protocols.errors import Code, RefusedError
-from kvflow.serve.engine.scheduler.params import EngineLocalPrompts, SamplingParams
+from kvflow.serve.engine.scheduler.params import EngineLocalPrompts, SamplingParams, TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard
 from kvflow.serve.http.engine_services import DecodeService
 from kvflow.testing.pair import pair, until
@@ -78,14 +80,17 @@ async def test_a_failure_is_counted_as_the_engines() -> None:
     class Engine:
         healthy = True
 
-        async def compute(self, *_: object) -> Any:
+        async def compute(self, *_: object) -> AsyncGenerator[TokenOut, None]:
+            yield await self._refusal()
+
+        async def _refusal(self) -> TokenOut:
             raise RefusedError("a pair does")
-            yield
 
     async with pair() as p:
         card = ModelCard(path="m", name="m", context_length=8, vocab_size=8)
         service = DecodeService(card, p.decode, Engine(), 60.0)  # type: ignore[arg-type]
-        request: Any = GenerationRequest(room=None, prefill="", prompt=[1], params=SamplingParams())
+        prompt = np.arange(3, dtype=np.uint32)
+        request = GenerationRequest(room=None, prefill="", prompt=prompt, params=SamplingParams())
         with pytest.raises(RefusedError):
             await anext(service.tokens(request))
         assert p.decode.counts.failures["engine", Code.REFUSED] == 1

@@ -60,7 +60,7 @@ class LongService(FakeService):
                     self.generated.set()
                 yield TokenOut(i % 100, -0.5, top, "length" if i == count else None)
         finally:
-            self.ended.put_nowait(request.room)
+            self.ended.put_nowait(request.room or 0)
 
 
 class LongDecode(Role):

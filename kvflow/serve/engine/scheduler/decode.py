@@ -102,13 +102,7 @@ class DecodeEngine(EngineLoop):
             on_spare=self._spare_grew,
         )
         self.limits = self._limits_of(model)
-        self._thread = ModelThread(
-            executor,
-            pool.places_over(pages),
-            pool.layout,
-            self._runner.device,
-            model.neighbours.wait_for_followers,
-        )
+        self._thread = self._thread_of(model, pool, executor)
         self._max_batch = max_batch
         self._running: dict[int, DecodeRequest] = {}  # by number, in the order in which they joined
         self._numbers = itertools.count()
@@ -132,6 +126,15 @@ class DecodeEngine(EngineLoop):
             self._budget.capacity,
             model.hidden_size,
             whole_prompts=model.whole_prompts,
+        )
+
+    def _thread_of(self, model: LoadedModel, pool: PagedPool, executor: Threads) -> ModelThread:
+        return ModelThread(
+            executor,
+            pool.places_over(self._pages),
+            pool.layout,
+            self._runner.device,
+            model.neighbours.wait_for_followers,
         )
 
     def _retractions_of(self, model: LoadedModel, recompute: bool) -> Retractions:
