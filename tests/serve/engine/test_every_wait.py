@@ -68,6 +68,23 @@ async def generating_in_turn(pair: EnginePair) -> Work:
     return read(pair)
 
 
+async def compute(pair: EnginePair) -> None:
+    async with aclosing(pair.decode.compute(PROMPT, TOKENS)) as tokens:
+        async for _ in tokens:
+            pass
+
+
+async def computing(pair: EnginePair) -> Work:
+    return compute(pair)
+
+
+async def computing_in_turn(pair: EnginePair) -> Work:
+    beside(read(pair))
+    beside(compute(pair))
+    await until(lambda: pair.decode.load().running == 1 or pair.rooms != [])
+    return compute(pair)
+
+
 async def closing_prefill(pair: EnginePair) -> Work:
     beside(read(pair))
     await until(lambda: pair.source.pages.held_pages > 0)
@@ -89,6 +106,8 @@ async def closing_decode(pair: EnginePair) -> Work:
         prefilling_in_turn,
         generating,
         generating_in_turn,
+        computing,
+        computing_in_turn,
         closing_prefill,
         closing_decode,
     ],
@@ -98,7 +117,12 @@ async def test_every_wait(llama: LoadedModel, scene: Scene, how: str) -> None:
     for first in itertools.count():
         plan = range(first, first + {"once": 1, "late": 1, "twice": 2, "throughout": 6}[how])
         async with EnginePair(
-            llama, page_size=4, chunk_tokens=10, num_pages=16, source_pages=9
+            llama,
+            page_size=4,
+            chunk_tokens=10,
+            num_pages=16,
+            source_pages=9,
+            local_prefill_chunk=8,
         ) as pair:
             steps = Steps(await scene(pair), *plan, after_s=0.003 if how == "late" else 0.0)
             (result,) = await asyncio.gather(steps.task(), return_exceptions=True)

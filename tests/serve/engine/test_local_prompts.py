@@ -16,6 +16,7 @@ from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from tests.serve.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
 from tests.serve.engine.tiny_models import Generated, Loaded, Tiny
+from tests.soak import sized
 
 LOCAL: dict[str, Any] = {"page_size": 4, "local_prefill_chunk": 16}
 LENGTHS = 1, 4, 17, 61
@@ -60,7 +61,7 @@ def retract_within(pair: EnginePair, tokens: int) -> None:
     Watched(engine._runner, retract)
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 async def test_tokens_are_those_of_the_model(
     family: str, loaded: Loaded, generated: Generated
 ) -> None:
@@ -188,7 +189,7 @@ async def test_alone_a_prompt_takes_large_steps(llama: LoadedModel) -> None:
         assert steps.new == [[90], [1]]
 
 
-@pytest.mark.parametrize("host", [{"host_pages": 12}, {}])
+@pytest.mark.parametrize("host", [{"host_pages": 12}])
 async def test_a_small_pool_gives_the_same_tokens(
     llama: LoadedModel, host: dict[str, int], generated: Generated
 ) -> None:
@@ -223,6 +224,78 @@ async def test_a_retraction_in_the_middle_of_a_prompt(
         assert len(rest) == 59
 
 
+@pytest.mark.parametrize("host", [{"host_pages": 200}, {}])
+async def test_a_retracted_prompt_with_rings(
+    tiny: Tiny, host: dict[str, int], generated: Generated
+) -> None:
+    """The row comes back with its copy, or is filled again from the first token."""
+    model = load_model(str(tiny("gemma3")), "float32", sliding_window_rows="always")
+    prompt = prompt_of(90)
+    async with EnginePair(model, **LOCAL, **host, cache="lru") as pair:
+        stream, _ = await pair.begun(prompt_of(9, 7), greedy(60))
+        retract_within(pair, 40)
+        found = await computed(pair, prompt, greedy(9))
+        assert [out.token_id for out in found] == generated("gemma3", prompt, 9)
+        assert pair.decode.retraction.retracts == 2
+        assert len(await tokens_of(stream)) == 59
+
+
+async def test_what_was_evicted_comes_back_from_the_host(
+    llama: LoadedModel, generated: Generated
+) -> None:
+    prompt = prompt_of(32)
+    options = {"cache_host_pages": 64, "num_pages": 40}
+    async with EnginePair(llama, **LOCAL, cache="lru", **options) as pair:
+        await computed(pair, prompt, greedy(2))
+        await until(lambda: pair.caches[1].stats().saved_pages == 8)
+        await pair.evict_all()
+        for longer, cached in ((prompt, 28), (prompt + prompt_of(9, 2), 32)):
+            found = await computed(pair, longer, greedy(5))
+            assert [out.token_id for out in found] == generated("llama", longer, 5)
+            assert found[0].cached_tokens == cached
+
+
+@pytest.mark.parametrize("seed", range(sized(1, 20)))
+async def test_a_storm(llama: LoadedModel, generated: Generated, seed: int) -> None:
+    """Requests of both kinds in a pool that is too small. Some share beginnings, some are left at
+    any time, and all are retracted now and then.
+    """
+    dice = random.Random(seed)
+    system = prompt_of(24, 99)
+    options = {"num_pages": 30, "source_pages": 200, "new_token_ratio": 0.3, "host_pages": 20}
+    async with EnginePair(llama, **LOCAL, **options, cache="lru") as pair:
+
+        async def one(number: int) -> None:
+            prompt = system[: dice.choice((0, 24))] + prompt_of(dice.randrange(1, 50), number)
+            new, read = dice.randrange(1, 20), dice.randrange(1, 30)
+            ours = dice.random() < 0.6
+            kind = pair.decode.compute if ours else pair.stream
+            found: list[int] = []
+            async with aclosing(kind(prompt, greedy(new, ignore_eos=True))) as tokens:
+                async for out in tokens:
+                    found.append(out.token_id)
+                    if len(found) >= read:
+                        break
+            assert found == generated("llama", prompt, new)[: len(found)]
+            assert len(found) == min(new, read)
+
+        async def left(number: int) -> None:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(dice.random() / 50):
+                    await one(number)
+                    raise TimeoutError
+
+        tasks = [asyncio.create_task(left(n) if dice.random() < 0.3 else one(n)) for n in range(24)]
+        for _ in range(3):
+            steps = pair.decode.steps + 6
+            await until(
+                lambda: pair.decode.steps >= steps or all(task.done() for task in tasks)  # noqa: B023
+            )
+            pair.decode.retract_all()
+        await asyncio.gather(*tasks)
+        await until(lambda: pair.home)
+
+
 async def test_without_memory_to_come_back_it_says_so(llama: LoadedModel) -> None:
     async with EnginePair(llama, **LOCAL, recompute=False) as pair:
         stream, _ = await pair.begun(prompt_of(9, 7), greedy(60))
@@ -238,7 +311,7 @@ async def test_a_reader_that_leaves_in_the_middle_leaves_nothing(
 ) -> None:
     """At whatever point it leaves, every page comes home, and what is cached is right."""
     dice = random.Random(5)
-    for _ in range(12):
+    for _ in range(sized(5, 30)):
         prompt, most = prompt_of(120, dice.randrange(99)), dice.randrange(120)
         async with EnginePair(llama, **LOCAL, cache="lru") as pair:
             stream, _ = await pair.begun(prompt_of(9, 7), greedy(80))
