@@ -74,10 +74,6 @@ async def compute(pair: EnginePair) -> None:
             pass
 
 
-async def computing(pair: EnginePair) -> Work:
-    return compute(pair)
-
-
 async def computing_in_turn(pair: EnginePair) -> Work:
     beside(read(pair))
     beside(compute(pair))
@@ -106,7 +102,6 @@ async def closing_decode(pair: EnginePair) -> Work:
         prefilling_in_turn,
         generating,
         generating_in_turn,
-        computing,
         computing_in_turn,
         closing_prefill,
         closing_decode,

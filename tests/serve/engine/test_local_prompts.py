@@ -189,14 +189,11 @@ async def test_alone_a_prompt_takes_large_steps(llama: LoadedModel) -> None:
         assert steps.new == [[90], [1]]
 
 
-@pytest.mark.parametrize("host", [{"host_pages": 12}])
-async def test_a_small_pool_gives_the_same_tokens(
-    llama: LoadedModel, host: dict[str, int], generated: Generated
-) -> None:
+async def test_a_small_pool_gives_the_same_tokens(llama: LoadedModel, generated: Generated) -> None:
     """Prompts of both kinds are retracted, some of them before their first token."""
     prompts = [prompt_of(8 + n, n) for n in range(9)]
     small = {"num_pages": 18, "source_pages": 512, "new_token_ratio": 0.2}
-    async with EnginePair(llama, **LOCAL, **small, **host, cache="lru") as pair:
+    async with EnginePair(llama, **LOCAL, **small, host_pages=12, cache="lru") as pair:
         runs = (
             tokens_of(pair.decode.compute(p, greedy(28))) if n % 3 else pair.tokens(p, greedy(28))
             for n, p in enumerate(prompts)
@@ -224,14 +221,11 @@ async def test_a_retraction_in_the_middle_of_a_prompt(
         assert len(rest) == 59
 
 
-@pytest.mark.parametrize("host", [{"host_pages": 200}, {}])
-async def test_a_retracted_prompt_with_rings(
-    tiny: Tiny, host: dict[str, int], generated: Generated
-) -> None:
-    """The row comes back with its copy, or is filled again from the first token."""
+async def test_a_retracted_prompt_with_rings(tiny: Tiny, generated: Generated) -> None:
+    """The row comes back with its copy."""
     model = load_model(str(tiny("gemma3")), "float32", sliding_window_rows="always")
     prompt = prompt_of(90)
-    async with EnginePair(model, **LOCAL, **host, cache="lru") as pair:
+    async with EnginePair(model, **LOCAL, host_pages=200, cache="lru") as pair:
         stream, _ = await pair.begun(prompt_of(9, 7), greedy(60))
         retract_within(pair, 40)
         found = await computed(pair, prompt, greedy(9))
