@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 
-from kvflow.bench.figures import Row, Say, medians, places
+from kvflow.bench.figures import Row, Say, medians, places, quartiles
 from kvflow.bench.serve import Server, serving
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
@@ -70,6 +70,7 @@ async def bench_local(plan: LocalPlan, say: Say) -> dict[str, Any]:
     """Measure both routers.
 
     Returns {"table": one row for each router, with medians over the turns of percentiles in ms,
+    "ratio": quartiles of the second router's figures divided by the first one's of the same turn,
     "turns": the rows of each turn, "alone": how many of the "asked" requests of the second router
     decode got alone}.
 
@@ -99,8 +100,13 @@ async def bench_local(plan: LocalPlan, say: Say) -> dict[str, Any]:
                     say(f"turn {turn}, {name}: {seen[name][-1]}")
         alone = await _sent_alone(session, routers[LOCAL])
     table = [{"router": name, **medians(rows)} for name, rows in seen.items()]
+    both = list(zip(seen[PAIRS], seen[LOCAL], strict=True))
+    ratio = {
+        figure: quartiles([ours[figure] / theirs[figure] for theirs, ours in both])
+        for figure in ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95", "itl_p99")
+    }
     asked_in_all = plan.requests * (plan.turns + 1)
-    return {"table": table, "turns": seen, "alone": alone, "asked": asked_in_all}
+    return {"table": table, "ratio": ratio, "turns": seen, "alone": alone, "asked": asked_in_all}
 
 
 @asynccontextmanager

@@ -59,4 +59,5 @@ async def test_both_routers_answer_alike(
     report = await bench_local(plan, said.append)
     assert [row["router"] for row in report["table"]] == [PAIRS, LOCAL] and len(said) == 2
     assert all(row["ttft_p50"] > 0 < row["itl_p95"] for row in report["table"])
+    assert all(0 < ratio["q1"] <= ratio["q3"] for ratio in report["ratio"].values())
     assert 0 < report["alone"] <= report["asked"] == 24
