@@ -15,7 +15,10 @@ REQUEST_ID_HEADER = "X-Request-ID"
 # Other programs repeat these requests every second or two, so they are logged at debug level unless
 # they fail.
 _PROBED = {"/livez", "/health", "/health_generate", "/metrics", "/engine_metrics"}
-_WATCHED = {"/server_info", "/get_server_info", "/get_load", "/get_loads", "/workers"}
+_WATCHED = {
+    *("/server_info", "/get_server_info", "/get_load", "/get_loads", "/workers"),
+    *("/rooms", "/peers", "/overview", "/overview/events"),
+}
 POLLED_PATHS = _PROBED | _WATCHED
 # The status appears in log lines only, because a client that disconnected receives no response.
 CLIENT_GONE_STATUS = 499

@@ -46,6 +46,8 @@ ROUTES: dict[Access, frozenset[str]] = {
         {
             *("GET /livez", "GET /health", "GET /health_generate"),
             *("GET /metrics", "GET /engine_metrics"),
+            # The page has no figures in it: it asks for a key, and reads /overview with it.
+            *("GET /ui", "GET /ui/{file}"),
         }
     ),
     Access.CLIENT: frozenset(
@@ -64,6 +66,7 @@ ROUTES: dict[Access, frozenset[str]] = {
             *("GET /flush_cache", "POST /flush_cache", "POST /abort_request"),
             *("GET /rooms", "GET /rooms/{room}", "GET /peers"),
             *("GET /workers", "GET /workers/{worker_id}"),
+            *("GET /overview", "GET /overview/events"),
             "PUT /ranks/{rank}",  # decodes connect to the address in this request
         }
     ),

@@ -19,7 +19,7 @@ class RouterMeasures:
 
     def __init__(self) -> None:
         self._first_token_seconds = Histogram(REQUEST_SECONDS)
-        self._errors: Counter[str] = Counter()
+        self.errors: Counter[str] = Counter()
         self._scrape_failures: Counter[tuple[str, str]] = Counter()
 
     def first_token(self, arrived_at_s: float) -> None:
@@ -28,7 +28,7 @@ class RouterMeasures:
 
     def failed(self, failure: Failure) -> None:
         """Count a request that ended in an error after all tries."""
-        self._errors[bounded_code(failure.code)] += 1
+        self.errors[bounded_code(failure.code)] += 1
 
     def scrape_failed(self, role: str, reason: str) -> None:
         """Count a worker that was left out of /engine_metrics."""
@@ -45,7 +45,7 @@ class RouterMeasures:
             "Requests that ended in an error after all tries, by its code.",
             labels=["code"],
         )
-        yield labelled(errors, self._errors)
+        yield labelled(errors, self.errors)
         failures = CounterMetricFamily(
             "kvflow_router_worker_scrape_failures",
             "Workers that were left out of /engine_metrics, each time, by why.",

@@ -21,6 +21,7 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from yarl import URL
 
+import kvflow
 from kvflow.http.access import REQUEST_ID_HEADER
 from kvflow.http.authorization import NO_KEYS, Keys, bearer
 from kvflow.http.draining import Drainable
@@ -36,6 +37,8 @@ from kvflow.router.legs import LegFailedError, PairFailedError, copied
 from kvflow.router.local import LocalPrefill
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.membership import Membership
+from kvflow.router.overview.document import RouterView
+from kvflow.router.overview.gathering import Overview
 from kvflow.router.pairs import Pair
 from kvflow.router.policies import Policy
 from kvflow.router.prompts import PromptFields
@@ -105,15 +108,31 @@ class Router(Drainable):
         self.measures = RouterMeasures()
         self.worker_metrics = WorkerMetrics(self.workers, self._session, self.measures)
         self.metrics = HttpMetrics(self._families)
+        self.overview = Overview(
+            self.workers, self._session, keys, self._view, asks=self.engine.has_operations
+        )
 
     def _families(self, _: Counter[str]) -> Iterator[Metric]:
         yield from self.measures.families(self.workers.all, self.running, self.waiting)
         yield from self.engine.families()
 
+    def _view(self) -> RouterView:
+        model = next((worker.model for worker in self.workers.of("decode") if worker.model), "")
+        return RouterView(
+            version=kvflow.__version__,
+            model=model,
+            draining=self.draining,
+            running=self.running,
+            waiting=self.waiting,
+            trouble="" if self.workers.complete() else "no pair of workers can serve a request",
+            errors=dict(self.measures.errors),
+        )
+
     async def start(self) -> None:
         await self.workers.start()
 
     async def close(self) -> None:
+        await self.overview.close()
         await self.workers.close()
         await self.worker_metrics.close()
         await self._session.close()

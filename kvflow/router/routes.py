@@ -14,6 +14,7 @@ from kvflow.http.errors import Failure
 from kvflow.http.responses import json_response
 from kvflow.http.tracing import Tracing
 from kvflow.router import worker_metrics, worker_routes
+from kvflow.router.overview import routes as overview
 from kvflow.router.router import Router
 from kvflow.router.workers import ROLES
 
@@ -133,7 +134,8 @@ def router_app(
     router: Router, origins: Collection[str] = (), tracing: Tracing | None = None
 ) -> web.Application:
     """Return the router's application, which accepts the same API keys as its workers."""
-    found = [*routes(router), *worker_routes.routes(router)]
+    looks = overview.routes(router.overview)
+    found = [*routes(router), *worker_routes.routes(router), *looks]
     return build_app(
         found,
         router.metrics,

@@ -63,6 +63,11 @@ class Client:
         async with self._session.request(method, self.url + path, **options) as answer:
             return Answer(answer.status, answer.headers, await answer.read())
 
+    async def status(self, method: str, path: str, **options: Any) -> int:
+        """Return the status of an answer, whose body may be a stream that does not end."""
+        async with self._session.request(method, self.url + path, **options) as answer:
+            return answer.status
+
     async def get(self, path: str, *, status: int = 200, **options: Any) -> Any:
         answer = await self.call("GET", path, **options)
         assert answer.status == status, answer

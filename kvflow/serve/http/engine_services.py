@@ -82,6 +82,7 @@ def _summary(room: PrefillRoom | DecodeRoom) -> dict[str, Any]:
     summary = {
         "room": room.room,
         "request_id": room.request_id,
+        "opened_ago_s": round(time.monotonic() - room.opened_at_s, 3),
         "phase": room.phase.name.lower(),
         "ended": room.ended,
         "cause": None if cause is None else str(cause),

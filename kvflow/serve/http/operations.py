@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import msgspec
 from aiohttp import web
 
@@ -10,8 +13,10 @@ from kvflow.http.errors import Failure, RequestError
 from kvflow.http.responses import json_response
 from kvflow.protocols.wire.messages import WIRE_VERSION
 from kvflow.serve.http.completion_service import Report
+from kvflow.serve.http.measures import CompletionMeasures
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.role_switch import RoleSwitch
+from kvflow.telemetry.histogram import Histogram
 
 MAX_WHY_CHARACTERS = 200
 
@@ -83,9 +88,33 @@ def server_info(
         "bytes_moved": report.bytes_moved,
         "running": report.running,
         "waiting": report.waiting,
+        "completions": _completions(pipeline.metrics.completions, report),
         "draining": pipeline.draining,
         **role_switch.describe(),
     }
+
+
+def _completions(found: CompletionMeasures, report: Report) -> dict[str, object]:
+    """Return counters since the start, and latencies as histograms that a reader can subtract."""
+    outcomes: Counter[str] = Counter()
+    for (outcome, _), count in found.outcomes.items():
+        outcomes[outcome] += count
+    latencies = {
+        "time_to_first_token_s": tuple(found.first_token_seconds.values()),
+        "inter_token_s": (found.inter_token_seconds,),
+        "transfer_s": () if report.transfers is None else (report.transfers.transfer_seconds,),
+    }
+    return {
+        **outcomes,
+        "generated_tokens": found.tokens_sent.total(),
+        "latencies": {name: _summed(them) for name, them in latencies.items() if them},
+    }
+
+
+def _summed(histograms: Sequence[Histogram]) -> dict[str, object]:
+    """Return the upper bounds of the buckets, and the values in each; the last has no bound."""
+    counts = [sum(counts) for counts in zip(*(one.buckets for one in histograms), strict=True)]
+    return {"bounds": histograms[0].bounds, "counts": counts}
 
 
 def routes(

@@ -1,0 +1,1 @@
+"""What operators see of all workers at once: gathered while somebody looks, and shared by all."""

@@ -1,0 +1,174 @@
+"""What the overview keeps of a worker's answers.
+
+Any program may answer at a worker's address, so every value has a type, and every list and text a
+limit. Fields that an older worker lacks have defaults.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+MAX_ROOMS = 300  # of one worker; kvflow's workers remember 256
+MAX_PEERS = 64
+MAX_RANKS = 128
+MAX_KINDS = 16  # kinds of page owners, or states of rooms
+MAX_TEXT = 200
+
+
+class Pool(msgspec.Struct, frozen=True):
+    page_size: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    dtype: str = ""
+    device: str = ""
+
+
+class Storage(msgspec.Struct, frozen=True):
+    readable: bool = True
+    writable: bool = True
+    errors: int = 0
+
+
+class Cache(msgspec.Struct, frozen=True):
+    """Pages of a prefix cache by tier, and counters since the worker's start."""
+
+    pages: int = 0
+    evictable_pages: int = 0
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    evicted_pages: int = 0
+    host_pages: int = 0
+    host_limit_pages: int = 0
+    saved_pages: int = 0
+    loaded_pages: int = 0
+    stored_pages: int = 0
+    fetched_pages: int = 0
+    failed_copies: int = 0
+    storage: Storage | None = None
+
+
+class Rank(msgspec.Struct, frozen=True):
+    rank: int = 0
+    up: bool = False
+    pages_free: int = 0
+    pages_total: int = 0
+    rooms: dict[str, int] = {}
+    requests: int = 0
+    bytes_moved: int = 0
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """A histogram: values up to each bound, which the previous bound excludes."""
+
+    bounds: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+class Completions(msgspec.Struct, frozen=True):
+    generated_tokens: int = 0
+    finished: int = 0
+    failed: int = 0
+    aborted: int = 0
+    latencies: dict[str, Counts] = {}
+
+
+class Info(msgspec.Struct, frozen=True):
+    """A worker's /server_info."""
+
+    role: str = ""
+    version: str = ""
+    incarnation: str = ""
+    data_plane: str = ""
+    pool: Pool = Pool()
+    pages: dict[str, int] = {}  # "free", "total", and one entry for each kind of owner
+    prefix_cache: Cache | None = None
+    quarantine_pages: int = 0
+    quarantine_overdue_pages: int = 0
+    quarantine_limit_pages: int = 0
+    pinned_pages: int = 0
+    rooms: dict[str, int] = {}
+    ranks: tuple[Rank, ...] = ()
+    bytes_moved: int = 0
+    running: int = 0
+    waiting: int = 0
+    completions: Completions = Completions()
+    draining: bool = False
+
+
+class Room(msgspec.Struct, frozen=True):
+    """One half of a room, as a worker's /rooms reports it."""
+
+    room: int
+    request_id: str = ""
+    phase: str = ""
+    ended: bool = False
+    cause: str | None = None
+    opened_ago_s: float | None = None
+    bytes_landed: int | None = None
+    bytes_total: int | None = None
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """A node of the other role, as a worker's /peers reports it."""
+
+    incarnation: str = ""
+    phase: str = ""
+    rank: int | None = None
+    heard_ago_s: float | None = None
+    rooms: int | None = None  # of a decode, at prefill
+    loans: int | None = None  # of a prefill, at decode
+    quarantine_pages: int = 0
+    pinned_pages: int = 0
+
+
+class _Rooms(msgspec.Struct):
+    rooms: list[Room] = []
+
+
+class _Peers(msgspec.Struct):
+    peers: list[Peer] = []
+
+
+def read_info(raw: bytes) -> Info:
+    """Raises: ValueError for an answer that is no /server_info of a worker."""
+    found = msgspec.json.decode(raw)
+    if not isinstance(found, dict):
+        raise ValueError("/server_info is not an object")
+    if isinstance(pages := found.get("pages"), dict):
+        found["pages"] = {name: n for name, n in pages.items() if name != "home"}
+    info = msgspec.convert(found, Info)
+    return msgspec.structs.replace(
+        info,
+        version=info.version[:MAX_TEXT],
+        incarnation=info.incarnation[:MAX_TEXT],
+        data_plane=info.data_plane[:MAX_TEXT],
+        pages=_bounded(info.pages),
+        rooms=_bounded(info.rooms),
+        ranks=tuple(
+            msgspec.structs.replace(rank, rooms=_bounded(rank.rooms))
+            for rank in info.ranks[:MAX_RANKS]
+        ),
+    )
+
+
+def read_rooms(raw: bytes) -> tuple[Room, ...]:
+    """Raises: ValueError for an answer that is no /rooms of a worker."""
+    return tuple(map(_cut, msgspec.json.decode(raw, type=_Rooms).rooms[:MAX_ROOMS]))
+
+
+def read_peers(raw: bytes) -> tuple[Peer, ...]:
+    """Raises: ValueError for an answer that is no /peers of a worker."""
+    return tuple(map(_cut, msgspec.json.decode(raw, type=_Peers).peers[:MAX_PEERS]))
+
+
+def _cut(found: Any) -> Any:
+    """Return a struct whose texts have at most `MAX_TEXT` characters."""
+    fields = {name: getattr(found, name) for name in found.__struct_fields__}
+    long = {n: v[:MAX_TEXT] for n, v in fields.items() if isinstance(v, str) and len(v) > MAX_TEXT}
+    return msgspec.structs.replace(found, **long) if long else found
+
+
+def _bounded(counts: dict[str, int]) -> dict[str, int]:
+    return {name[:40]: count for name, count in list(counts.items())[:MAX_KINDS]}
