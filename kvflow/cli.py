@@ -1,5 +1,5 @@
-"""The command line: kvflow prefill | decode | router | up | demo | bench | sim | doctor | keygen |
-declare-dead.
+"""The command line: kvflow prefill | decode | router | up | top | demo | bench | sim | doctor |
+keygen | declare-dead.
 
 Options are generated from the fields of `config.settings.Settings`, so that flags, environment and
 file always agree. Commands import heavy modules only when they run: `kvflow --help` loads neither
@@ -203,6 +203,37 @@ def up(given: dict[str, Any], path: str | None) -> None:
 
     set_up_logging(settings.log_level, log_format=settings.log_format, role="up")
     raise typer.Exit(asyncio.run(run_up(settings, given, path)))
+
+
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Option("--url", help="URL of the router.", metavar="URL", envvar="KVFLOW_URL")
+    ] = "http://127.0.0.1:8000",
+    interval_s: Annotated[
+        float,
+        typer.Option("--interval", help="Seconds between two pictures.", min=1.0, max=3600.0),
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one picture and exit, for scripts.")
+    ] = False,
+    admin_api_key: Annotated[
+        str,
+        typer.Option(
+            "--admin-api-key",
+            help="The operator's key of the router.",
+            envvar="KVFLOW_ADMIN_API_KEY",
+        ),
+    ] = "",
+) -> None:
+    """Show what a router and its workers do, live in the terminal.
+
+    The page at /ui of the router shows the same figures. Without a terminal, the pictures follow
+    each other.
+    """
+    from kvflow.top.following import show_top
+
+    show_top(url, admin_api_key, interval_s, once=once)
 
 
 @app.command()

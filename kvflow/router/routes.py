@@ -113,11 +113,13 @@ def _operations(router: Router) -> list[web.RouteDef]:
         return json_response({"aborted": max(found.values())})
 
     async def story(http: web.Request) -> web.StreamResponse:
-        sides = {}
-        for worker in router.workers.all:
-            answer = await router.ask_as_operator(worker, http.path)
-            if answer is not None:
-                sides[worker.role] = answer
+        workers = router.workers.all
+        # All at once: a frozen worker delays the others' answer by no more than its own timeout.
+        answers = await asyncio.gather(
+            *(router.ask_as_operator(worker, http.path) for worker in workers)
+        )
+        found = zip(workers, answers, strict=True)
+        sides = {worker.role: answer for worker, answer in found if answer is not None}
         if sides:
             return json_response(sides)
         return Failure(404, "unknown_room", "no worker knows this room").response()

@@ -14,7 +14,7 @@ function scaled(value, units, step) {
 export const units = {
   count: v => [whole.format(v), ""],
   pages: v => [whole.format(v), v === 1 ? "page" : "pages"],
-  perSecond: unit => v => [v >= 100 ? whole.format(v) : v === 0 ? "0" : v.toFixed(v >= 10 ? 1 : 2), unit],
+  perSecond: unit => v => [v >= 100 || Number.isInteger(v) ? whole.format(v) : v.toFixed(v >= 10 ? 1 : 2), unit],
   bytes: v => scaled(v, ["B", "kB", "MB", "GB", "TB"], 1000),
   bytesPerSecond: v => scaled(v, ["B/s", "kB/s", "MB/s", "GB/s"], 1000),
   seconds: v => v < 1 ? [(v * 1000).toFixed(v < .01 ? 2 : v < .1 ? 1 : 0), "ms"] : v < 100 ? [v.toFixed(v < 10 ? 2 : 1), "s"] : [whole.format(v), "s"],

@@ -30,6 +30,7 @@ function link(cls, line) {
   at("link").className = `link ${cls}`;
   if (at("link-text").textContent !== line) at("link-text").textContent = line;
   at("main").classList.toggle("old", cls === "lost");
+  if (cls === "lost") at("serving").textContent = "";
 }
 
 async function refused(answer) {
@@ -54,7 +55,8 @@ function show(snapshot) {
   at("key").hidden = true;
   at("main").hidden = false;
   const {router} = snapshot;
-  at("model").textContent = router.model || "no model yet";
+  at("model").textContent = router.model.split("/").pop() || "no model yet";
+  at("model").title = router.model;
   at("serving").textContent = router.draining ? "Shutting down" : router.trouble ? "Not serving" : "Serving";
   at("serving").classList.toggle("bad", Boolean(router.draining || router.trouble));
   document.title = `${router.trouble ? "! " : ""}kvflow ${router.model}`.trim();

@@ -2,7 +2,7 @@
 
 import {element, NONE, text, units} from "./format.js";
 
-const SPAN_S = 300;
+const SPANS_S = [60, 120, 300];
 const GAP_S = 4;
 const TOP = 14, FOOT = 2;
 const svg = "http://www.w3.org/2000/svg";
@@ -39,7 +39,7 @@ class Plot {
     this.svg = drawn("svg", "");
     this.svg.setAttribute("aria-hidden", "true");
     this.parts = {};
-    for (const [name, tag] of [["grid", "path"], ["area", "path"], ["first-line", "path"], ["second-line", "path"], ["cursor", "path"], ["at-first", "circle"], ["at-second", "circle"], ["roof", "text"]]) {
+    for (const [name, tag] of [["grid", "path"], ["area", "path"], ["second-line", "path"], ["first-line", "path"], ["cursor", "path"], ["at-first", "circle"], ["at-second", "circle"], ["roof", "text"]]) {
       this.svg.append(this.parts[name] = drawn(tag, name));
     }
     this.root = element("div", {class: "plot", tabindex: 0, role: "img"},
@@ -57,17 +57,18 @@ class Plot {
     });
   }
 
-  draw(points, now, at) {
+  draw(points, now, at, spanS) {
     const width = this.svg.clientWidth || 200, height = this.svg.clientHeight || 60;
     const {first, second} = this.spec;
     const names = second ? [first, second] : [first];
     const high = roof(Math.max(0, ...points.flatMap(p => names.map(n => p[n] ?? 0))));
-    const x = p => width - (now - p.at_unix_s) / SPAN_S * width;
+    const x = p => width - (now - p.at_unix_s) / spanS * width;
     const y = v => height - FOOT - v / high * (height - FOOT - TOP);
     this.parts.grid.setAttribute("d", `M0 ${TOP + .5}H${width}M0 ${height - FOOT + .5}H${width}`);
     this.parts.roof.setAttribute("x", 0);
     this.parts.roof.setAttribute("y", TOP - 3);
-    this.parts.roof.textContent = text(this.spec.unit, high);
+    const known = points.some(p => names.some(n => p[n] !== null && p[n] !== undefined));
+    this.parts.roof.textContent = known ? text(this.spec.unit, high) : "";
     const runs = this.runs(points, first);
     this.line("first-line", runs, first, x, y);
     this.parts.area.setAttribute("d", runs.filter(run => run.length > 1).map(run =>
@@ -101,11 +102,12 @@ class Plot {
     const {first, second, name, unit, main, title} = this.spec;
     const shown = (value) => value === null || value === undefined ? [NONE, ""] : unit(value);
     const [a, b] = shown(point?.[first]);
+    this.value.classList.toggle("none", a === NONE);
     this.value.replaceChildren(a, element("small", {}, `${b ? " " + b : ""}${main ? " " + main : ""}`));
     let label = `${title}: ${a} ${b}${main ? " " + main : ""}`;
     if (second) {
       const [c, d] = shown(point?.[second]);
-      this.second.replaceChildren(c, element("small", {}, `${d && d !== "/s" ? " " + d : ""} ${name}`));
+      this.second.replaceChildren(c, element("small", {}, `${d && d !== b ? " " + d : ""} ${name}`));
       label += `, ${c} ${d} ${name}`;
     }
     this.root.setAttribute("aria-label", label + (cursor ? ", at the cursor" : ""));
@@ -144,7 +146,7 @@ export class Plots {
       const i = this.cursor ? this.points.indexOf(this.cursor) : this.points.length - 1;
       this.cursor = this.points[Math.max(0, Math.min(this.points.length - 1, i + to.step))];
     } else {
-      const at = this.points.at(-1).at_unix_s - (1 - to.share) * SPAN_S;
+      const at = this.points.at(-1).at_unix_s - (1 - to.share) * this.spanS;
       this.cursor = this.points.reduce((best, p) => Math.abs(p.at_unix_s - at) < Math.abs(best.at_unix_s - at) ? p : best);
     }
     this.draw();
@@ -153,11 +155,13 @@ export class Plots {
   draw() {
     const last = this.points.at(-1);
     if (!last) return;
-    this.points = this.points.filter(p => last.at_unix_s - p.at_unix_s <= SPAN_S);
+    const longest = SPANS_S.at(-1), age = last.at_unix_s - this.points[0].at_unix_s;
+    this.points = this.points.filter(p => last.at_unix_s - p.at_unix_s <= longest);
+    this.spanS = SPANS_S.find(span => span >= age) ?? longest;
     if (this.cursor && !this.points.includes(this.cursor)) this.cursor = null;
-    for (const plot of this.plots) plot.draw(this.points, last.at_unix_s, this.cursor);
+    for (const plot of this.plots) plot.draw(this.points, last.at_unix_s, this.cursor, this.spanS);
     const when = this.cursor ? `At ${new Date(this.cursor.at_unix_s * 1000).toLocaleTimeString()}` : `Over the last ${this.windowS ?? 5} s`;
-    const told = [when, "Plots: 5 minutes, kept while somebody looks", "Pointer or arrow keys read a moment"];
+    const told = [when, `Plots: the last ${this.spanS / 60} min, drawn while somebody looks`, "Pointer or arrow keys read a moment"];
     this.legend.replaceChildren(...told.map(line => element("span", {}, line)));
   }
 }

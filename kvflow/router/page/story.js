@@ -1,9 +1,11 @@
 // The story of one room, from both sides, merged by the clocks of the two workers.
 
-import {element, put, text, units, words} from "./format.js";
+import {element, host, put, text, units, words} from "./format.js";
+import {phaseClass} from "./views.js";
 
 const at = id => document.getElementById(id);
 const AGAIN_MS = 1000;
+const TITLES = {prefill: "Prefill", decode: "Decode"};
 
 export class Story {
   constructor(ask) {
@@ -16,9 +18,10 @@ export class Story {
   open(room) {
     clearTimeout(this.timer);
     this.room = room.room;
+    this.at = {prefill: room.prefill?.worker, decode: room.decode?.worker};
     put(at("story-title"), `Room ${room.room}`);
     put(at("story-request"), "Request ", element("code", {}, room.request_id || "unknown"));
-    put(at("story-body"), element("p", {class: "empty"}, "Asking both workers…"));
+    put(at("story-body"), element("p", {class: "empty"}, "Asking both workers. One that does not answer is given up after 5 s."));
     this.dialog.showModal();
     this.look(room.room);
   }
@@ -52,7 +55,7 @@ export class Story {
     const events = names.flatMap(name => (sides[name]?.events ?? []).map(event => ({...event, name, s: sides[name].opened_unix_s - began + event.at_s})));
     events.sort((a, b) => a.s - b.s);
     const table = element("table", {class: "tale"},
-      element("thead", {}, element("tr", {}, element("th", {class: "n", scope: "col"}, "Time"), ...names.map(n => element("th", {scope: "col"}, n)))),
+      element("thead", {}, element("tr", {}, element("th", {class: "n", scope: "col"}, "Time"), ...names.map(n => element("th", {scope: "col"}, TITLES[n])))),
       element("tbody", {}, ...events.map(event => element("tr", {},
         element("td", {class: "n at"}, text(units.seconds, Math.max(0, event.s))),
         ...names.map(name => element("td", {class: "side"}, ...(name === event.name ? this.event(event) : [])))))));
@@ -60,15 +63,15 @@ export class Story {
   }
 
   event({what, phase, text: more}) {
-    return [element("span", {class: "what"}, words(what)), element("span", {class: "quiet"}, ` ${words(phase)}`),
+    return [element("span", {class: "what"}, words(what)), element("span", {class: "quiet"}, ` → ${words(phase)}`),
       more ? element("span", {class: "sub"}, more) : null];
   }
 
   half(name, side) {
-    if (!side) return element("div", {class: "half"}, element("h3", {}, name), element("p", {class: "quiet"}, "does not know this room, or does not answer"));
-    const cls = side.phase === "success" ? "good" : side.ended ? "bad" : "moving";
+    const title = element("h3", {}, TITLES[name], this.at[name] ? ` ${host(this.at[name])}` : "");
+    if (!side) return element("div", {class: "half"}, title, element("p", {class: "quiet"}, "does not know this room, or does not answer"));
     const landed = side.bytes_total ? `${text(units.bytes, side.bytes_landed)} of ${text(units.bytes, side.bytes_total)} landed` : null;
-    return element("div", {class: "half"}, element("h3", {}, name), element("span", {class: `state ${cls}`}, words(side.phase)),
+    return element("div", {class: "half"}, title, element("span", {class: `state ${phaseClass(side)}`}, words(side.phase)),
       landed ? element("span", {class: "sub"}, landed) : null,
       side.cause ? element("p", {}, side.cause) : null);
   }

@@ -12,13 +12,8 @@ const OLD_S = 4;
 const isOld = worker => worker.answered_ago_s === null || worker.answered_ago_s > OLD_S;
 const several = (n, name) => `${count(n)} ${name}${n === 1 ? "" : "s"}`;
 
-function nameOf(snapshot, url) {
-  const worker = snapshot.workers.find(one => one.url === url);
-  return worker ? `${worker.role} ${host(url)}` : host(url);
-}
-
 function stateOf(worker) {
-  if (!worker.up) return ["bad", "down"];
+  if (!worker.up) return ["bad", isOld(worker) ? "down" : "refusing"];
   if (worker.leaving) return ["warn", "leaving"];
   if (worker.draining) return ["warn", "draining"];
   if (worker.trouble) return ["warn", "unpaired"];
@@ -42,7 +37,7 @@ function poolCell(row, i, pages, more) {
   if (!found) { put(td, NONE); return; }
   if (!td.querySelector(".sub")) td.replaceChildren(sub());
   bar(td, found.parts, found.told);
-  put(td.querySelector(".sub"), found.told + more);
+  put(td.querySelector(".sub"), found.told, element("span", {class: "capacity"}, more));
 }
 
 export function problems(snapshot) {
@@ -55,7 +50,7 @@ export function problems(snapshot) {
     const name = `${one.role} ${host(one.url)}`;
     if (one.trouble) add(one.up ? "warn" : "bad", name, `gets no requests: ${one.trouble}`);
     else if (one.not_seen) add("warn", name, `does not tell its figures: ${one.not_seen}`);
-    if (one.quarantine_overdue_pages) {
+    if (one.quarantine_overdue_pages && !one.trouble.includes("quarantine")) {
       const over = one.quarantine_overdue_pages > one.quarantine_limit_pages;
       add(over ? "bad" : "warn", name, `holds ${several(one.quarantine_overdue_pages, "page")} in quarantine whose writer is in doubt, of ${count(one.quarantine_limit_pages)} at which it refuses requests.`);
     }
@@ -66,14 +61,17 @@ export function problems(snapshot) {
   put(at("problems"), ...found);
 }
 
+const made = ({pool, data_plane, version}, own) =>
+  `${data_plane} plane, ${pool.dtype} on ${pool.device}${version === own ? "" : `, version ${version}`}`;
+
 export function workers(snapshot) {
   const up = snapshot.workers.filter(one => one.up).length;
   put(at("workers-count"), `${count(up)} of ${count(snapshot.workers.length)} up`);
   rows(body("workers"), snapshot.workers, one => one.id, (one, row) => {
     const old = isOld(one) && one.answered_ago_s !== null;
     row.className = old || !one.up ? "stale" : "";
-    cell(row, 0, {}, element("strong", {class: "role"}, one.role), element("span", {class: "mono"}, host(one.url)),
-      one.data_plane ? sub(`${one.data_plane} plane, version ${one.version}`) : null);
+    cell(row, 0, {}, element("span", {class: "name"}, element("strong", {class: "role"}, one.role), element("span", {class: "mono"}, host(one.url))),
+      one.pool ? element("span", {class: "sub plane"}, made(one, snapshot.router.version)) : null);
     cell(row, 1, {}, state(...stateOf(one)), old ? sub(`figures ${ago(one.answered_ago_s)} old`) : null);
     const own = one.running === null ? one.requests : one.running;
     cell(row, 2, {cls: "n", label: "Running"}, count(own));
@@ -81,7 +79,7 @@ export function workers(snapshot) {
     const moved = one.role === "prefill";
     cell(row, 4, {cls: "n", label: moved ? "KV sent" : "Generated"},
       moved ? text(units.bytesPerSecond, one.bytes_per_s) : text(units.perSecond("tokens/s"), one.tokens_per_s));
-    const capacity = one.pool ? ` · ${count(one.pool.tokens)} tokens, ${text(units.bytes, one.pool.bytes)} ${one.pool.dtype} on ${one.pool.device}` : "";
+    const capacity = one.pool ? ` · ${count(one.pool.tokens)} tokens, ${text(units.bytes, one.pool.bytes)}` : "";
     poolCell(row, 5, one.pages, capacity);
     cell(row, 6, {cls: "n", label: "Quarantine"}, one.quarantine_pages
       ? element("span", {class: one.quarantine_overdue_pages ? "bad" : "warn"}, several(one.quarantine_pages, "page"),
@@ -91,10 +89,13 @@ export function workers(snapshot) {
   });
 }
 
-const GOOD = ["success"], BAD = ["failed", "lost", "aborted", "refused"];
+// A client that leaves, or an operator who aborts, is no failure.
+const isWanted = cause => /^(client_gone|aborted)\b/.test(cause ?? "");
+export const phaseClass = half =>
+  half.phase === "success" ? "good" : !half.ended ? "moving" : isWanted(half.cause) ? "idle" : "bad";
 const phase = half => {
   if (!half) return element("span", {class: "quiet"}, NONE);
-  const cls = half.stale ? "idle" : GOOD.includes(half.phase) ? "good" : BAD.includes(half.phase) || half.ended ? "bad" : "moving";
+  const cls = half.stale ? "idle" : phaseClass(half);
   return element("span", {class: `state ${cls}`}, half.stale ? `${words(half.phase)}, not seen` : words(half.phase));
 };
 
@@ -111,12 +112,14 @@ export function rooms(snapshot, openStory) {
       button.addEventListener("click", () => openStory(room));
       row.append(element("td", {}, button));
     }
-    cell(row, 1, {cls: "n"}, ago(room.opened_ago_s));
+    cell(row, 1, {cls: "n age"}, ago(room.opened_ago_s));
     cell(row, 2, {}, phase(room.prefill));
     const landed = row.children[3] ?? row.appendChild(element("td"));
     const {bytes_landed: done, bytes_total: total} = room.prefill ?? {};
-    if (total) {
-      const told = done === total ? text(units.bytes, total) : `${text(units.bytes, done)} of ${text(units.bytes, total)}`;
+    if (total && (done === total || room.prefill.ended)) {
+      landed.replaceChildren(text(units.bytes, done), done === total ? "" : ` of ${text(units.bytes, total)}`);
+    } else if (total) {
+      const told = `${text(units.bytes, done)} of ${text(units.bytes, total)}`;
       if (!landed.querySelector(".sub")) landed.replaceChildren(sub());
       bar(landed, [["held", done / total]], told, true);
       put(landed.querySelector(".sub"), told);
@@ -142,11 +145,11 @@ export function peers(snapshot) {
     const known = named.get(peer.incarnation);
     cell(row, 0, {}, element("span", {}, one.role), sub(host(one.url)));
     cell(row, 1, {}, known ? `${known.role} ${host(known.url)}` : "earlier process",
-      sub(element("span", {class: "mono"}, peer.incarnation), peer.rank ? `, rank ${peer.rank}` : ""));
+      sub(element("span", {class: "mono long", title: peer.incarnation}, peer.incarnation), peer.rank ? `, rank ${peer.rank}` : ""));
     const doubtful = peer.phase !== "up";
     cell(row, 2, {}, state(doubtful ? peer.quarantine_pages ? "bad" : "warn" : "good", words(peer.phase)));
     cell(row, 3, {cls: "n"}, peer.heard_ago_s === null ? NONE : `${ago(peer.heard_ago_s)} ago`);
-    cell(row, 4, {cls: "n"}, peer.loans !== null ? several(peer.loans, "loan") : peer.rooms !== null ? several(peer.rooms, "room") : NONE);
+    cell(row, 4, {cls: "n loans"}, peer.loans !== null ? several(peer.loans, "loan") : peer.rooms !== null ? several(peer.rooms, "room") : NONE);
     const kept = peer.quarantine_pages ? element("span", {class: "bad"}, `${count(peer.quarantine_pages)} quarantine`)
       : peer.pinned_pages ? `${count(peer.pinned_pages)} pinned` : "0";
     cell(row, 5, {cls: "n"}, kept);
@@ -199,5 +202,3 @@ export function ranks(snapshot) {
     cell(row, 6, {cls: "n"}, rank.up ? text(units.bytes, rank.bytes_moved) : NONE);
   });
 }
-
-export {nameOf};

@@ -1,0 +1,1 @@
+"""`kvflow top`: the router's overview in a terminal."""

@@ -1,0 +1,125 @@
+"""Follows a router's overview, and shows it until a signal, or once."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import aiohttp
+import msgspec
+from rich.console import Console, ConsoleRenderable
+from rich.live import Live
+
+from kvflow.http.authorization import bearer
+from kvflow.http.errors import Failure
+from kvflow.protocols.errors import LostError, MisuseError
+from kvflow.top.screen import lost, screen
+
+CONNECT_TIMEOUT_S = 5.0
+# A router sends a snapshot every second, so this long a silence is a lost connection.
+SILENCE_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
+MAX_EVENT_BYTES = 8 << 20
+_SNAPSHOT = b"event: snapshot"
+_DATA = b"data: "
+_LOST = (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError)
+
+
+def show_top(url: str, key: str, interval_s: float, *, once: bool) -> None:
+    """Run `kvflow top`.
+
+    Raises: MisuseError if the router refuses; LostError if it does not answer and `once` is set.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
+    following = _once(url.rstrip("/"), key) if once else _live(url.rstrip("/"), key, interval_s)
+    try:
+        asyncio.run(following)
+    except KeyboardInterrupt:
+        return
+
+
+async def _once(url: str, key: str) -> None:
+    # Rates need two looks.
+    count = 0
+    try:
+        async for snapshot in snapshots(url, key):
+            count += 1
+            if count == 2:
+                _print(screen(snapshot, url))
+                return
+    except _LOST as error:
+        raise LostError(f"{url}: {_reason(error)}") from None
+    raise LostError(f"{url} ended the stream")
+
+
+async def _live(url: str, key: str, interval_s: float) -> None:
+    """Show the overview every `interval_s`, and go on after the router comes back."""
+    console = Console()
+    pause_s, shown_at_s = FIRST_PAUSE_S, 0.0
+    latest: Any = None
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+
+        def show(what: ConsoleRenderable) -> None:
+            # Without a terminal, each picture follows the last, as `top -b` does.
+            if console.is_terminal:
+                live.update(what, refresh=True)
+            else:
+                _print(what)
+
+        while True:
+            reason = "the stream ended"
+            try:
+                async for latest in snapshots(url, key):
+                    pause_s = FIRST_PAUSE_S
+                    if time.monotonic() - shown_at_s >= interval_s * 0.9:
+                        shown_at_s = time.monotonic()
+                        show(screen(latest, url, console.height if console.is_terminal else None))
+            except _LOST as error:
+                reason = _reason(error)
+            show(lost(latest, url, reason))
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+
+async def snapshots(url: str, key: str) -> AsyncGenerator[Any, None]:
+    """Yield the snapshots of a router until the stream ends.
+
+    Raises: MisuseError if the router refuses, and the errors of aiohttp and of decoding.
+    """
+    timeout = aiohttp.ClientTimeout(
+        total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_S
+    )
+    # `trust_env` stays off: only this router may receive the operator's key, and no proxy.
+    async with (
+        aiohttp.ClientSession(
+            headers=bearer(key), timeout=timeout, read_bufsize=MAX_EVENT_BYTES
+        ) as session,
+        session.get(f"{url}/overview/events", allow_redirects=False) as answer,
+    ):
+        if answer.status != 200:
+            message = Failure.read(answer.status, await answer.read()).message
+            if answer.status >= 500:
+                raise LostError(f"{url} answered {answer.status}: {message}")
+            raise MisuseError(f"{url} refused ({answer.status}): {message}")
+        is_snapshot = False
+        async for line in answer.content:
+            if line.startswith(b"event: "):
+                is_snapshot = line.rstrip() == _SNAPSHOT
+            elif is_snapshot and line.startswith(_DATA):
+                yield msgspec.json.decode(line[len(_DATA) :])
+
+
+def _print(what: ConsoleRenderable) -> None:
+    # A pipe has no width. A narrow one would cut the names of workers.
+    width = None if sys.stdout.isatty() else 120
+    Console(width=width).print(what)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return "it does not answer"
+    return str(error) or type(error).__name__
