@@ -217,6 +217,9 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print one picture and exit, for scripts.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one snapshot as a JSON object and exit.")
+    ] = False,
     admin_api_key: Annotated[
         str,
         typer.Option(
@@ -233,7 +236,7 @@ def top(
     """
     from kvflow.top.following import show_top
 
-    show_top(url, admin_api_key, interval_s, once=once)
+    show_top(url, admin_api_key, interval_s, once=once, as_json=as_json)
 
 
 @app.command()

@@ -38,7 +38,7 @@ from kvflow.router.local import LocalPrefill
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.membership import Membership
 from kvflow.router.overview.document import RouterView
-from kvflow.router.overview.gathering import Overview
+from kvflow.router.overview.gathering import INTERVAL_S, Overview
 from kvflow.router.pairs import Pair
 from kvflow.router.policies import Policy
 from kvflow.router.prompts import PromptFields
@@ -85,6 +85,7 @@ class Router(Drainable):
         encoder: Encoder | None = None,
         engine: Engine | None = None,
         local_prefill_tokens: int = 0,
+        overview_interval_s: float = INTERVAL_S,
     ) -> None:
         super().__init__()
         self.engine: Engine = engine or KvflowEngine()
@@ -109,7 +110,12 @@ class Router(Drainable):
         self.worker_metrics = WorkerMetrics(self.workers, self._session, self.measures)
         self.metrics = HttpMetrics(self._families)
         self.overview = Overview(
-            self.workers, self._session, keys, self._view, asks=self.engine.has_operations
+            self.workers,
+            self._session,
+            keys,
+            self._view,
+            asks=self.engine.has_operations,
+            interval_s=overview_interval_s,
         )
 
     def _families(self, _: Counter[str]) -> Iterator[Metric]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
@@ -28,28 +30,38 @@ _DATA = b"data: "
 _LOST = (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError)
 
 
-def show_top(url: str, key: str, interval_s: float, *, once: bool) -> None:
+def show_top(
+    url: str, key: str, interval_s: float, *, once: bool = False, as_json: bool = False
+) -> None:
     """Run `kvflow top`.
 
-    Raises: MisuseError if the router refuses; LostError if it does not answer and `once` is set.
+    With `once` or `as_json`, it prints one picture or one JSON object, and returns.
+
+    Raises: MisuseError if the router refuses; LostError if one picture is wanted and none comes.
     """
     if not url.startswith(("http://", "https://")):
         raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
-    following = _once(url.rstrip("/"), key) if once else _live(url.rstrip("/"), key, interval_s)
+    url = url.rstrip("/")
     try:
-        asyncio.run(following)
+        if once or as_json:
+            asyncio.run(_once(url, key, as_json=as_json))
+        else:
+            asyncio.run(_live(url, key, interval_s))
     except KeyboardInterrupt:
         return
 
 
-async def _once(url: str, key: str) -> None:
+async def _once(url: str, key: str, *, as_json: bool = False) -> None:
     # Rates need two looks.
     count = 0
     try:
         async for snapshot in snapshots(url, key):
             count += 1
             if count == 2:
-                _print(screen(snapshot, url))
+                if as_json:
+                    sys.stdout.write(msgspec.json.encode(snapshot).decode() + "\n")
+                else:
+                    _print(screen(snapshot, url))
                 return
     except _LOST as error:
         raise LostError(f"{url}: {_reason(error)}") from None
@@ -61,14 +73,12 @@ async def _live(url: str, key: str, interval_s: float) -> None:
     console = Console()
     pause_s, shown_at_s = FIRST_PAUSE_S, 0.0
     latest: Any = None
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-
-        def show(what: ConsoleRenderable) -> None:
-            # Without a terminal, each picture follows the last, as `top -b` does.
-            if console.is_terminal:
-                live.update(what, refresh=True)
-            else:
-                _print(what)
+    with ExitStack() as stack:
+        # Without a terminal, each picture follows the last, as with `top -b`.
+        show: Callable[[ConsoleRenderable], None] = _print
+        if console.is_terminal:
+            live = stack.enter_context(Live(console=console, auto_refresh=False, screen=True))
+            show = functools.partial(live.update, refresh=True)
 
         while True:
             reason = "the stream ended"

@@ -79,14 +79,14 @@ def _figures(snapshot: Mapping[str, Any]) -> Table:
         ("failed/s", rate(now["failed_per_s"])),
         ("running", str(now["running"])),
         ("waiting", str(now["waiting"])),
-        ("first token p50/p95", _both(now, "first_token")),
-        ("between tokens p50/p95", _both(now, "inter_token")),
-        ("transfer p50/p95", _both(now, "transfer")),
+        ("TTFT p50 / p95", _both(now, "first_token")),
+        ("ITL p50 / p95", _both(now, "inter_token")),
+        ("transfer p50 / p95", _both(now, "transfer")),
         ("KV moved", _per_second(now["bytes_per_s"])),
         ("quarantine", str(now["quarantine_pages"])),
     )
     for name, _ in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_row(*(value for _, value in columns))
     return table
 
@@ -165,13 +165,14 @@ def _rooms(rooms: Sequence[Mapping[str, Any]], most: int) -> ConsoleRenderable:
     if not rooms:
         return Text("No room yet. A room opens with each request.", "dim")
     table = _table(("room", "left"), ("age", "right"), ("prefill", "left"), ("landed", "right"))
-    table.add_column("decode")
+    table.add_column("decode", no_wrap=True)
     table.add_column("cause", no_wrap=True, overflow="ellipsis")
     for room in rooms[:most]:
         prefill, decode = room["prefill"] or {}, room["decode"] or {}
-        landed = NONE
-        if prefill.get("bytes_total"):
-            landed = f"{size(prefill['bytes_landed'])} of {size(prefill['bytes_total'])}"
+        done, total = prefill.get("bytes_landed"), prefill.get("bytes_total")
+        landed = NONE if not total else size(total)
+        if total and done != total:
+            landed = f"{size(done)} of {landed}"
         age = NONE if room["opened_ago_s"] is None else f"{room['opened_ago_s']:.1f} s"
         cause = decode.get("cause") or prefill.get("cause") or ""
         table.add_row(room["room"], age, _phase(prefill), landed, _phase(decode), Text(cause))
@@ -206,7 +207,7 @@ def _is_old(one: Mapping[str, Any]) -> bool:
 def _table(*columns: tuple[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1))
     for name, justify in columns:
-        table.add_column(name, justify=justify)
+        table.add_column(name, justify=justify, no_wrap=True)
     return table
 
 

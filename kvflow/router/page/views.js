@@ -107,7 +107,7 @@ export function rooms(snapshot, openStory) {
   at("rooms").hidden = snapshot.rooms.length === 0;
   rows(body("rooms"), snapshot.rooms, room => `${room.room} ${room.request_id}`, (room, row) => {
     if (!row.children.length) {
-      const button = element("button", {class: "room", type: "button", title: `room ${room.room}, request ${room.request_id}`}, `…${room.room.slice(-8)}`);
+      const button = element("button", {class: "room", type: "button", title: `room ${room.room}, request ${room.request_id}`}, `…${room.room.slice(-6)}`);
       button.setAttribute("aria-label", `Story of room ${room.room}`);
       button.addEventListener("click", () => openStory(room));
       row.append(element("td", {}, button));
@@ -147,12 +147,12 @@ export function peers(snapshot) {
     cell(row, 1, {}, known ? `${known.role} ${host(known.url)}` : "earlier process",
       sub(element("span", {class: "mono long", title: peer.incarnation}, peer.incarnation), peer.rank ? `, rank ${peer.rank}` : ""));
     const doubtful = peer.phase !== "up";
-    cell(row, 2, {}, state(doubtful ? peer.quarantine_pages ? "bad" : "warn" : "good", words(peer.phase)));
-    cell(row, 3, {cls: "n"}, peer.heard_ago_s === null ? NONE : `${ago(peer.heard_ago_s)} ago`);
+    cell(row, 2, {label: "Link"}, state(doubtful ? peer.quarantine_pages ? "bad" : "warn" : "good", words(peer.phase)));
+    cell(row, 3, {cls: "n", label: "Heard"}, peer.heard_ago_s === null ? NONE : `${ago(peer.heard_ago_s)} ago`);
     cell(row, 4, {cls: "n loans"}, peer.loans !== null ? several(peer.loans, "loan") : peer.rooms !== null ? several(peer.rooms, "room") : NONE);
     const kept = peer.quarantine_pages ? element("span", {class: "bad"}, `${count(peer.quarantine_pages)} quarantine`)
       : peer.pinned_pages ? `${count(peer.pinned_pages)} pinned` : "0";
-    cell(row, 5, {cls: "n"}, kept);
+    cell(row, 5, {cls: "n", label: "Held pages"}, kept);
   });
 }
 
@@ -176,7 +176,7 @@ export function tiers(snapshot) {
     tier(1, "Device", cache.pages, pages.total, `${count(cache.evictable_pages)} evictable, ${count(cache.evicted_pages)} evicted`);
     tier(2, "Host", cache.host_pages, cache.host_limit_pages, `${count(cache.saved_pages)} saved, ${count(cache.loaded_pages)} loaded`);
     const {storage} = cache;
-    cell(row, 3, {cls: "n"}, storage ? state(storage.readable && storage.writable ? "good" : "bad", storage.readable && storage.writable ? "in use" : "left alone") : element("span", {class: "quiet"}, "off"),
+    cell(row, 3, {cls: "n", label: "Storage"}, storage ? state(storage.readable && storage.writable ? "good" : "bad", storage.readable && storage.writable ? "in use" : "left alone") : element("span", {class: "quiet"}, "off"),
       storage ? sub(`${count(cache.stored_pages)} stored, ${count(cache.fetched_pages)} fetched`) : null,
       cache.failed_copies ? sub(element("span", {class: "bad"}, `${several(cache.failed_copies, "failed copy").replace("copys", "copies")}`)) : null);
   });
