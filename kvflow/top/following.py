@@ -100,9 +100,7 @@ async def snapshots(url: str, key: str) -> AsyncGenerator[Any, None]:
 
     Raises: MisuseError if the router refuses, and the errors of aiohttp and of decoding.
     """
-    timeout = aiohttp.ClientTimeout(
-        total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_S
-    )
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=SILENCE_S)
     # `trust_env` stays off: only this router may receive the operator's key, and no proxy.
     async with (
         aiohttp.ClientSession(

@@ -18,7 +18,8 @@ _OLD_S = 4.0
 
 def screen(snapshot: Mapping[str, Any], url: str, height: int | None = None) -> ConsoleRenderable:
     """Return the picture of one snapshot. With `height`, rooms fill the rest of these lines."""
-    parts = [_head(snapshot, url), *_problems(snapshot), _figures(snapshot), _workers(snapshot)]
+    parts: list[ConsoleRenderable] = [_head(snapshot, url), *_problems(snapshot)]
+    parts += [_throughput(snapshot), _latencies(snapshot), _workers(snapshot)]
     if doubtful := _doubtful(snapshot):
         parts.append(doubtful)
     if ranks := _ranks(snapshot):
@@ -53,7 +54,13 @@ def _head(snapshot: Mapping[str, Any], url: str) -> Text:
     )
     at = _clock(snapshot["now"]["at_unix_s"])
     return Text.assemble(
-        ("kvflow ", "bold"), router["version"], "  ", router["model"], "  ", serving, f"  {url}  {at}"
+        ("kvflow ", "bold"),
+        router["version"],
+        "  ",
+        router["model"],
+        "  ",
+        serving,
+        f"  {url}  {at}",
     )
 
 
@@ -70,23 +77,33 @@ def _problems(snapshot: Mapping[str, Any]) -> list[Text]:
     return found
 
 
-def _figures(snapshot: Mapping[str, Any]) -> Table:
+def _throughput(snapshot: Mapping[str, Any]) -> Table:
     now = snapshot["now"]
-    table = _table()
-    columns = (
+    return _figures(
         ("tokens/s", rate(now["tokens_per_s"])),
         ("requests/s", rate(now["requests_per_s"])),
         ("failed/s", rate(now["failed_per_s"])),
         ("running", str(now["running"])),
         ("waiting", str(now["waiting"])),
-        ("TTFT p50 / p95", _both(now, "first_token")),
-        ("ITL p50 / p95", _both(now, "inter_token")),
-        ("transfer p50 / p95", _both(now, "transfer")),
         ("KV moved", _per_second(now["bytes_per_s"])),
         ("quarantine", str(now["quarantine_pages"])),
     )
+
+
+def _latencies(snapshot: Mapping[str, Any]) -> Table:
+    now = snapshot["now"]
+    return _figures(
+        ("TTFT p50 / p95", _both(now, "first_token")),
+        ("ITL p50 / p95", _both(now, "inter_token")),
+        ("transfer p50 / p95", _both(now, "transfer")),
+    )
+
+
+def _figures(*columns: tuple[str, str]) -> Table:
+    """Return a table of one row. Its columns keep their width, so that figures stay in place."""
+    table = _table()
     for name, _ in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", no_wrap=True, min_width=17 if "/ p" in name else 10)
     table.add_row(*(value for _, value in columns))
     return table
 
@@ -103,7 +120,9 @@ def _workers(snapshot: Mapping[str, Any]) -> Table:
         total, free = pages.get("total"), pages.get("free", 0)
         cached, quarantine = pages.get("cache", 0), pages.get("quarantine", 0)
         is_prefill = one["role"] == "prefill"
-        figure = _per_second(one["bytes_per_s"]) if is_prefill else rate(one["tokens_per_s"], " t/s")
+        figure = (
+            _per_second(one["bytes_per_s"]) if is_prefill else rate(one["tokens_per_s"], " t/s")
+        )
         known = total is not None
         host = f"{cache['host_pages']}/{cache['host_limit_pages']}" if cache else NONE
         table.add_row(
@@ -235,7 +254,9 @@ def size(count: float | None) -> str:
 
 
 def rate(per_s: float | None, unit: str = "") -> str:
-    return NONE if per_s is None else f"{per_s:,.0f}{unit}" if per_s >= 100 else f"{per_s:.3g}{unit}"
+    return (
+        NONE if per_s is None else f"{per_s:,.0f}{unit}" if per_s >= 100 else f"{per_s:.3g}{unit}"
+    )
 
 
 def _per_second(count: float | None) -> str:

@@ -61,19 +61,19 @@ class Browser:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    async def until(self, expression: str) -> Any:
-        """Wait until a JavaScript expression is true, and return its value."""
+    async def until(self, expression: str) -> None:
+        """Wait until a JavaScript expression is true."""
         try:
             async with asyncio.timeout(WITHIN_S):
-                while not (value := await self.run(expression)):
+                # An element would arrive here as an empty object.
+                while not await self.run(f"!!({expression})"):
                     await asyncio.sleep(0.1)
-                return value
         except TimeoutError:
             text = await self.run("document.body.innerText")
             raise AssertionError(f"not within {WITHIN_S:g} s: {expression}\n{text}") from None
 
     async def shows(self, text: str, within: str = "body") -> None:
-        await self.until(f"document.querySelector({within!r}).innerText.includes({text!r})")
+        await self.until(f"document.querySelector({within!r})?.innerText.includes({text!r})")
 
     async def press(self, key: str) -> None:
         enter = {"text": "\r"} if key == "Enter" else {}

@@ -195,9 +195,7 @@ async def test_errors_and_a_missing_pair_are_told(front: Front, decode: Role) ->
     assert "the engine has stopped" in found["workers"][1]["trouble"]
 
 
-async def test_too_many_viewers_are_refused(
-    front: Front, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_many_viewers_are_refused(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overview_routes, "MAX_VIEWERS", 0)
     answer = await front.call("GET", "/overview/events")
     assert answer.status == 503 and answer.json["error"]["code"] == "overloaded"
@@ -294,6 +292,8 @@ async def test_the_page_loads_nothing_from_elsewhere(front: Front) -> None:
         if name.endswith(".js"):
             wanted |= {f"/ui/{n}" for n in re.findall(r'from "\./([^"]+)"', answer.text)}
             # What a worker says becomes text, never markup.
-            assert not re.search(r"innerHTML\s*=[^=]|insertAdjacentHTML|document\.write", answer.text)
+            assert not re.search(
+                r"innerHTML\s*=[^=]|insertAdjacentHTML|document\.write", answer.text
+            )
     assert wanted <= {f"/ui/{name}" for name in names}
     assert (await front.call("GET", "/ui/passwd")).status == 404

@@ -184,9 +184,7 @@ def _hit_share(info: Info, change: Change | None) -> float | None:
     return round(cache.hit_tokens / cache.asked_tokens, 4) if cache and cache.asked_tokens else None
 
 
-def point(
-    seen: Mapping[Worker, Seen], at_unix_s: float, running: int, waiting: int
-) -> Point:
+def point(seen: Mapping[Worker, Seen], at_unix_s: float, running: int, waiting: int) -> Point:
     """Return the figures of all workers together.
 
     Both legs of a request count its tokens and its bytes, so each figure is taken from one role.
@@ -220,9 +218,7 @@ def point(
 
 def _changes(seen: Mapping[Worker, Seen], role: str) -> list[Change]:
     return [
-        one.change
-        for worker, one in seen.items()
-        if worker.role == role and one.change is not None
+        one.change for worker, one in seen.items() if worker.role == role and one.change is not None
     ]
 
 

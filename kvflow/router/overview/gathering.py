@@ -185,7 +185,12 @@ class Overview:
         return bytes(raw)
 
     def _take(
-        self, worker: Worker, at_s: float, info: Info, rooms: tuple[Room, ...], peers: tuple[Peer, ...]
+        self,
+        worker: Worker,
+        at_s: float,
+        info: Info,
+        rooms: tuple[Room, ...],
+        peers: tuple[Peer, ...],
     ) -> None:
         # A worker that has left meanwhile is shown no more.
         if (window := self._windows.get(worker)) is None:
@@ -194,7 +199,11 @@ class Overview:
         self._seen[worker] = Seen(info, rooms, peers, at_s, "", window.change())
 
     def _publish(self, known: list[Worker]) -> None:
-        now_s, own, troubles = asyncio.get_running_loop().time(), self._own(), self._workers.troubles()
+        now_s, own, troubles = (
+            asyncio.get_running_loop().time(),
+            self._own(),
+            self._workers.troubles(),
+        )
         # A worker can leave during the look.
         shown = [worker for worker in known if worker in troubles]
         seen = {worker: self._seen[worker] for worker in shown}
