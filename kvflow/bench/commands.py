@@ -270,6 +270,23 @@ def serve(
 
 
 @app.command()
+def viewers(
+    viewers: Annotated[int, typer.Option(help="Viewers of the live page.", min=1)] = 5,
+    clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 8,
+    requests: Annotated[int, typer.Option(help="Requests of each side of a turn.", min=1)] = 300,
+    turns: Annotated[int, typer.Option(help="Interleaved turns.", min=1)] = 10,
+    threads: Threads = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Requests/s of `kvflow up` beside viewers of the router's live page, divided by those without
+    viewers.
+    """
+    from kvflow.bench.viewers import bench_viewers
+
+    _report(bench_viewers(viewers, clients, requests, turns, threads, _say), as_json)
+
+
+@app.command()
 def cache(
     trace: Annotated[
         str,

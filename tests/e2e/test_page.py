@@ -29,31 +29,18 @@ KEYS = Keys("clients", "open sesame")
 # Slow transfers: some rooms are always under way.
 LIMITS: dict[str, Any] = {"transfer_rate_limit": 1 << 18, "max_quarantine_share": 0.004}
 SHOTS = os.environ.get("TEST_SCREENSHOTS", "")
-# The smallest contrast of visible texts with what is painted behind them, by WCAG 2.
-CONTRAST = """(() => {
-  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-  const rgba = css => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = css; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data]; };
-  const light = c => c.slice(0, 3).map(v => v / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4)
-    .reduce((sum, v, i) => sum + v * [.2126, .7152, .0722][i], 0);
-  const behind = node => { for (; node; node = node.parentElement) { const c = rgba(getComputedStyle(node).backgroundColor);
-    if (c[3] === 255) return c; } return [255, 255, 255, 255]; };
-  let worst = [99, ""];
-  for (const node of document.querySelectorAll("body *")) {
-    const own = [...node.childNodes].some(n => n.nodeType === 3 && n.data.trim());
-    if (!own || !node.checkVisibility() || node.closest("noscript, dialog:not([open]), .unseen, .skip")) continue;
-    const style = getComputedStyle(node);
-    const ink = rgba(node.namespaceURI.endsWith("svg") ? style.fill : style.color);
-    const [a, b] = [light(ink), light(behind(node))].sort((x, y) => y - x);
-    const ratio = (a + .05) / (b + .05);
-    if (ratio < worst[0]) worst = [ratio, node.className?.baseVal ?? node.className, node.textContent.slice(0, 40)];
-  }
-  return worst;
-})()"""
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
 QUARANTINED = "document.querySelectorAll('#workers .bar .quarantine')"
-NAMELESS = """[...document.querySelectorAll("button, input, [tabindex], [role=img], th")].filter(node =>
-  node.checkVisibility() && !(node.getAttribute("aria-label") || node.getAttribute("aria-labelledby") ||
-  node.textContent.trim() || node.labels?.length)).map(node => node.outerHTML)"""
+NAMELESS = """
+    [...document.querySelectorAll("button, input, [tabindex], [role=img], th")].filter(node =>
+        node.checkVisibility() && !node.getAttribute("aria-label") &&
+        !node.getAttribute("aria-labelledby") && !node.textContent.trim() && !node.labels?.length
+    ).map(node => node.outerHTML)
+"""
+LATEST = """
+    [...document.querySelectorAll("#rooms .state.good")].at(-1)
+        .closest("tr").querySelector("button")
+"""
 
 
 async def load(session: aiohttp.ClientSession, url: str, number: int) -> None:
@@ -120,11 +107,7 @@ async def enter_key(page: Browser) -> None:
 async def read_a_story(page: Browser) -> None:
     """By keyboard alone, from a room to its story and back."""
     await page.until("document.querySelector('#rooms tbody .state.good')")
-    await page.run("document.querySelector('.sheet.tall').focus()")
-    await page.press("Tab")
-    await page.run(
-        "[...document.querySelectorAll('#rooms .state.good')].at(-1).closest('tr').querySelector('button').focus()"
-    )
+    await page.run(f"{LATEST}.focus()")
     await page.press("Enter")
     await page.until("document.querySelector('#story').open")
     for part in ("Prefill", "Decode", "chunk queued", "chunk landed", "landed"):
@@ -199,31 +182,49 @@ async def test_the_page_through_a_bad_day(tmp_path: Path) -> None:
             assert not [error for error in page.errors if "exception" in error]
 
 
+HIDDEN = """
+    Object.defineProperty(document, "hidden", {value: %s, configurable: true});
+    document.dispatchEvent(new Event("visibilitychange"));
+"""
+
+
+async def questions(session: aiohttp.ClientSession, url: str) -> int:
+    """How often a worker was asked for its rooms, which only the overview does."""
+    async with session.get(f"{url}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    found = [line for line in lines if line.startswith('kvflow_requests_total{route="/rooms"')]
+    return int(float(found[0].rpartition(" ")[2])) if found else 0
+
+
+async def no_more_questions(session: aiohttp.ClientSession, url: str) -> None:
+    """Between two looks at the counter, more than two intervals pass."""
+    async with asyncio.timeout(60):
+        before = -1
+        while before != (before := await questions(session, url)):
+            await asyncio.sleep(2.5)
+
+
 @pytest.mark.timeout(200)
-async def test_nobody_is_asked_while_the_tab_is_hidden_or_closed(tmp_path: Path) -> None:
-    async with serving(1, keys=KEYS) as service:
-        url = await service.start_router(poll_s=0.2)
-        headers = bearer(KEYS.admin)
-        async with aiohttp.ClientSession(headers=headers) as session:
-
-            async def asked() -> int:
-                async with session.get(f"{service.url('decode-0')}/metrics") as answer:
-                    lines = (await answer.text()).splitlines()
-                found = [
-                    line
-                    for line in lines
-                    if line.startswith('kvflow_requests_total{route="/rooms"')
-                ]
-                return int(float(found[0].rpartition(" ")[2])) if found else 0
-
-            async with browsing(tmp_path / "profile") as page:
-                await page.open(f"{url}/ui")
-                await enter_key(page)
-                async with asyncio.timeout(60):
-                    while await asked() < 3:
-                        await asyncio.sleep(0.1)
-            # The tab is closed: the stream ends, and with it the questions.
+async def test_workers_are_asked_only_while_the_page_is_looked_at(tmp_path: Path) -> None:
+    async with (
+        serving(1, keys=KEYS) as service,
+        aiohttp.ClientSession(headers=bearer(KEYS.admin)) as session,
+    ):
+        url, worker = await service.start_router(poll_s=0.2), service.url("decode-0")
+        async with browsing(tmp_path / "profile") as page:
+            await page.open(f"{url}/ui")
+            await enter_key(page)
             async with asyncio.timeout(60):
-                before = -1
-                while before != (before := await asked()):
-                    await asyncio.sleep(2.5)
+                while await questions(session, worker) < 3:
+                    await asyncio.sleep(0.1)
+            await page.run(HIDDEN % "true")
+            await page.shows("Paused", "#link")
+            await no_more_questions(session, worker)
+            before = await questions(session, worker)
+            # The key is remembered, so the page goes on by itself.
+            await page.run(HIDDEN % "false")
+            await page.shows("Live", "#link")
+            async with asyncio.timeout(60):
+                while await questions(session, worker) < before + 2:
+                    await asyncio.sleep(0.1)
+        await no_more_questions(session, worker)

@@ -261,8 +261,8 @@ class FakeService:
             decode_steps=None if self.role == "prefill" else 77,
         )
 
-    def rooms(self) -> list[dict[str, Any]]:
-        return [{"room": request.room} for request in self.requests]
+    def rooms(self, most_ended: int = 256) -> list[dict[str, Any]]:
+        return [{"room": request.room} for request in self.requests][-most_ended:]
 
     def story(self, room: int) -> dict[str, Any] | None:
         known = any(request.room == room for request in self.requests)

@@ -202,12 +202,14 @@ async def test_too_many_viewers_are_refused(front: Front, monkeypatch: pytest.Mo
 
 
 async def test_a_stream_ends_with_the_router(front: Front) -> None:
-    async with aiohttp.ClientSession() as session:
-        async with session.get(f"{front.url}/overview/events") as answer:
-            await answer.content.readuntil(b"event: snapshot")
-            await front.router.overview.close()
-            async with asyncio.timeout(10):
-                assert (await answer.content.read()).endswith(b"\n\n")
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"{front.url}/overview/events") as answer,
+    ):
+        await answer.content.readuntil(b"event: snapshot")
+        await front.router.overview.close()
+        async with asyncio.timeout(10):
+            assert (await answer.content.read()).endswith(b"\n\n")
 
 
 def rooms(*numbers: int, ended: bool = True) -> tuple[Room, ...]:

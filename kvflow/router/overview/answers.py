@@ -6,7 +6,7 @@ limit. Fields that an older worker lacks have defaults.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
@@ -14,15 +14,16 @@ MAX_ROOMS = 300  # of one worker; kvflow's workers remember 256
 MAX_PEERS = 64
 MAX_RANKS = 128
 MAX_KINDS = 16  # kinds of page owners, or states of rooms
-MAX_TEXT = 200
+MAX_TEXT = 2048
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Pool(msgspec.Struct, frozen=True):
     page_size: int = 0
     tokens: int = 0
     bytes: int = 0
-    dtype: str = ""
-    device: str = ""
+    dtype: Text = ""
+    device: Text = ""
 
 
 class Storage(msgspec.Struct, frozen=True):
@@ -77,10 +78,10 @@ class Completions(msgspec.Struct, frozen=True):
 class Info(msgspec.Struct, frozen=True):
     """A worker's /server_info."""
 
-    role: str = ""
-    version: str = ""
-    incarnation: str = ""
-    data_plane: str = ""
+    role: Text = ""
+    version: Text = ""
+    incarnation: Text = ""
+    data_plane: Text = ""
     pool: Pool = Pool()
     pages: dict[str, int] = {}  # "free", "total", and one entry for each kind of owner
     prefix_cache: Cache | None = None
@@ -101,10 +102,10 @@ class Room(msgspec.Struct, frozen=True):
     """One half of a room, as a worker's /rooms reports it."""
 
     room: int
-    request_id: str = ""
-    phase: str = ""
+    request_id: Text = ""
+    phase: Text = ""
     ended: bool = False
-    cause: str | None = None
+    cause: Text | None = None
     opened_ago_s: float | None = None
     bytes_landed: int | None = None
     bytes_total: int | None = None
@@ -113,8 +114,8 @@ class Room(msgspec.Struct, frozen=True):
 class Peer(msgspec.Struct, frozen=True):
     """A node of the other role, as a worker's /peers reports it."""
 
-    incarnation: str = ""
-    phase: str = ""
+    incarnation: Text = ""
+    phase: Text = ""
     rank: int | None = None
     heard_ago_s: float | None = None
     rooms: int | None = None  # of a decode, at prefill
@@ -141,9 +142,6 @@ def read_info(raw: bytes) -> Info:
     info = msgspec.convert(found, Info)
     return msgspec.structs.replace(
         info,
-        version=info.version[:MAX_TEXT],
-        incarnation=info.incarnation[:MAX_TEXT],
-        data_plane=info.data_plane[:MAX_TEXT],
         pages=_bounded(info.pages),
         rooms=_bounded(info.rooms),
         ranks=tuple(
@@ -155,19 +153,12 @@ def read_info(raw: bytes) -> Info:
 
 def read_rooms(raw: bytes) -> tuple[Room, ...]:
     """Raises: ValueError for an answer that is no /rooms of a worker."""
-    return tuple(map(_cut, msgspec.json.decode(raw, type=_Rooms).rooms[:MAX_ROOMS]))
+    return tuple(msgspec.json.decode(raw, type=_Rooms).rooms[:MAX_ROOMS])
 
 
 def read_peers(raw: bytes) -> tuple[Peer, ...]:
     """Raises: ValueError for an answer that is no /peers of a worker."""
-    return tuple(map(_cut, msgspec.json.decode(raw, type=_Peers).peers[:MAX_PEERS]))
-
-
-def _cut(found: Any) -> Any:
-    """Return a struct whose texts have at most `MAX_TEXT` characters."""
-    fields = {name: getattr(found, name) for name in found.__struct_fields__}
-    long = {n: v[:MAX_TEXT] for n, v in fields.items() if isinstance(v, str) and len(v) > MAX_TEXT}
-    return msgspec.structs.replace(found, **long) if long else found
+    return tuple(msgspec.json.decode(raw, type=_Peers).peers[:MAX_PEERS])
 
 
 def _bounded(counts: dict[str, int]) -> dict[str, int]:

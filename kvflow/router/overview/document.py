@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -10,7 +11,7 @@ from kvflow.router.overview.answers import Cache, Info, Peer, Pool, Rank, Room
 from kvflow.router.overview.rates import Change, added, quantile, summed
 from kvflow.router.workers import Worker
 
-MAX_SHOWN_ROOMS = 100
+MAX_SHOWN_ROOMS = 80
 
 
 class Seen(msgspec.Struct):
@@ -134,7 +135,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 def worker_view(worker: Worker, trouble: str, seen: Seen, now_s: float) -> WorkerView:
     """Return the entry of one worker. `now_s` is the time of the event loop."""
     answered = None if seen.answered_at_s is None else round(now_s - seen.answered_at_s, 1)
-    own = {
+    own: dict[str, Any] = {
         "id": worker.id,
         "url": worker.url,
         "role": worker.role,

@@ -20,6 +20,7 @@ from kvflow.http.authorization import Keys, bearer
 from kvflow.http.errors import Failure
 from kvflow.router.overview.answers import Info, Peer, Room, read_info, read_peers, read_rooms
 from kvflow.router.overview.document import (
+    MAX_SHOWN_ROOMS,
     Point,
     RouterView,
     Seen,
@@ -38,6 +39,7 @@ WORKER_TIMEOUT_S = 3.0
 MAX_ANSWER_BYTES = 512 << 10
 MAX_SHOWN_WORKERS = 64
 REMEMBERED_POINTS = 300
+ENDED_ROOMS = MAX_SHOWN_ROOMS  # ended rooms that a worker tells of; open ones always
 # Without an answer for so many intervals, an average would hide what happened meanwhile.
 LONGEST_GAP = 5
 _log = logging.getLogger("kvflow.router")
@@ -168,7 +170,7 @@ class Overview:
         operator = self._keys.of_operator
         # One after the other over one connection: this is never urgent, and requests may be.
         info = read_info(await self._read(worker, "/server_info", self._keys.api or operator))
-        rooms = read_rooms(await self._read(worker, "/rooms", operator))
+        rooms = read_rooms(await self._read(worker, f"/rooms?ended={ENDED_ROOMS}", operator))
         return info, rooms, read_peers(await self._read(worker, "/peers", operator))
 
     async def _read(self, worker: Worker, path: str, key: str) -> bytes:

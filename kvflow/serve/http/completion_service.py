@@ -132,8 +132,8 @@ class CompletionService(Protocol):
 
     def report(self) -> Report: ...
 
-    def rooms(self) -> Sequence[dict[str, Any]]:
-        """Return one entry for each open or recently ended room."""
+    def rooms(self, most_ended: int = ...) -> Sequence[dict[str, Any]]:
+        """Return one entry for each open room, and for at most so many that have ended."""
 
     def story(self, room: int) -> dict[str, Any] | None:
         """Return the events of a room with their times, or None for an unknown room."""

@@ -55,9 +55,14 @@ class RecentRooms:
         for room in list(self._rooms.values()):
             room.close(cause)
 
-    def summaries(self) -> list[dict[str, Any]]:
-        """Return one entry for each room, the latest first."""
-        return [_summary(room) for room in reversed(self._rooms.values())]
+    def summaries(self, most_ended: int) -> list[dict[str, Any]]:
+        """Return one entry for each open room and the latest ended ones, the latest first."""
+        found = []
+        for room in reversed(self._rooms.values()):
+            if room.ended and (most_ended := most_ended - 1) < 0:
+                continue
+            found.append(_summary(room))
+        return found
 
     def story(self, room_id: int) -> dict[str, Any] | None:
         room = self._rooms.get(room_id)
@@ -154,8 +159,8 @@ class EngineService(Generic[N, E]):
             else cache.publisher.describe(),
         )
 
-    def rooms(self) -> Sequence[dict[str, Any]]:
-        return self._recent_rooms.summaries()
+    def rooms(self, most_ended: int = REMEMBERED_ROOMS) -> Sequence[dict[str, Any]]:
+        return self._recent_rooms.summaries(most_ended)
 
     def story(self, room: int) -> dict[str, Any] | None:
         return self._recent_rooms.story(room)

@@ -19,6 +19,7 @@ from kvflow.serve.http.role_switch import RoleSwitch
 from kvflow.telemetry.histogram import Histogram
 
 MAX_WHY_CHARACTERS = 200
+MAX_DIGITS = 9  # of ?ended=
 
 
 def _pool_info(report: Report) -> dict[str, object]:
@@ -199,8 +200,15 @@ def _state(pipeline: CompletionPipeline) -> list[web.RouteDef]:
 
 
 def _rooms(pipeline: CompletionPipeline) -> list[web.RouteDef]:
-    async def rooms(_: web.Request) -> web.StreamResponse:
-        return json_response({"rooms": list(pipeline.service.rooms())})
+    async def rooms(http: web.Request) -> web.StreamResponse:
+        if (ended := http.query.get("ended")) is None:
+            return json_response({"rooms": list(pipeline.service.rooms())})
+        if not (ended.isascii() and ended.isdigit() and len(ended) <= MAX_DIGITS):
+            raise RequestError(
+                f"ended is {ended[:40]!r}, and not a number of ended rooms, as in /rooms?ended=80",
+                param="ended",
+            )
+        return json_response({"rooms": list(pipeline.service.rooms(int(ended)))})
 
     async def story(http: web.Request) -> web.StreamResponse:
         try:

@@ -100,6 +100,8 @@ async def test_both_report_what_a_request_has_moved(llama: LoadedModel) -> None:
             [summary] = service.rooms()
             told = [summary[name] for name in ("room", "phase", "ended", "cause")]
             assert told == [7, "success", True, None]
+            assert 0 < summary["opened_ago_s"] <= time.time() - before + 1
+            assert service.rooms(0) == [] and service.rooms(1) == service.rooms(9)
             story = service.story(7)
             assert story is not None and story["room"] == 7 and service.story(8) is None
             assert before <= story["opened_unix_s"] <= time.time()
@@ -167,6 +169,7 @@ async def test_the_shards_of_a_decode_are_reported_and_end_as_one(llama: LoadedM
         second = pair.decode.report().ranks[1]
         assert (second.up, second.pid, second.requests, second.pages_free) == (True, 42, 3, 64)
         leg = await begun(pair.decode)
+        assert len(pair.decode.rooms(0)) == 1, "an open room was left out"
         pair.decode.break_off(Cause(Code.ENGINE_ERROR, "a shard is gone"))
         assert await leg is Code.ENGINE_ERROR
         [summary] = pair.decode.rooms()

@@ -136,7 +136,7 @@ version role model dtype fingerprint sampling_defaults host control_endpoint dat
 wire_version incarnation pool pages rows prefix_cache kv_events optimistic_prefill retraction
 local_prompts staging_waits quarantine_pages quarantine_overdue_pages quarantine_limit_pages
 pinned_pages pinned_limit_pages rooms rooms_ended ranks bytes_moved running waiting draining
-started_as switching_to last_switch
+started_as switching_to last_switch completions
 """
 
 
@@ -358,6 +358,26 @@ async def test_model_info_load_rooms_and_flush(decode: Role) -> None:
     assert (await decode.call("POST", "/flush_cache")).status == 200
     await decode.get("/rooms/5", status=404)
     await decode.get("/rooms/five", status=400)
+    for query in ("five", "-1", "", "1" * 10, "\u0661"):
+        error = (await decode.get(f"/rooms?ended={query}", status=400))["error"]
+        assert error["param"] == "ended" and "/rooms?ended=80" in error["message"]
+
+
+async def test_completions_are_counted_in_server_info(decode: Role, met: None) -> None:
+    before = (await decode.get("/server_info"))["completions"]
+    assert (before["generated_tokens"], before["finished"]) == (0, 0)
+    await decode.post("/generate", body())
+    assert len((await decode.get("/rooms?ended=5"))["rooms"]) == 1
+    found = (await decode.get("/server_info"))["completions"]
+    assert (found["generated_tokens"], found["finished"], found["failed"]) == (3, 1, 0)
+    latencies = found["latencies"]
+    assert {name: sum(them["counts"]) for name, them in latencies.items()} == {
+        "time_to_first_token_s": 1,
+        "inter_token_s": 2,
+        **({"transfer_s": 0} if "transfer_s" in latencies else {}),
+    }
+    for them in latencies.values():
+        assert len(them["counts"]) == len(them["bounds"]) + 1
 
 
 async def test_unknown_routes_and_methods_have_error_bodies(decode: Role) -> None:
