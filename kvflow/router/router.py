@@ -21,7 +21,6 @@ from aiohttp import web
 from prometheus_client.core import Metric
 from yarl import URL
 
-import kvflow
 from kvflow.http.access import REQUEST_ID_HEADER
 from kvflow.http.authorization import NO_KEYS, Keys, bearer
 from kvflow.http.draining import Drainable
@@ -125,7 +124,6 @@ class Router(Drainable):
     def _view(self) -> RouterView:
         model = next((worker.model for worker in self.workers.of("decode") if worker.model), "")
         return RouterView(
-            version=kvflow.__version__,
             model=model,
             draining=self.draining,
             running=self.running,

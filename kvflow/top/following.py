@@ -27,7 +27,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 5.0
 MAX_EVENT_BYTES = 8 << 20
 _SNAPSHOT = b"event: snapshot"
 _DATA = b"data: "
-_LOST = (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError)
+_LOST = (LostError, aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError)
 
 
 def show_top(
@@ -111,7 +111,7 @@ async def snapshots(url: str, key: str) -> AsyncGenerator[Any, None]:
         if answer.status != 200:
             message = Failure.read(answer.status, await answer.read()).message
             if answer.status >= 500:
-                raise LostError(f"{url} answered {answer.status}: {message}")
+                raise LostError(f"it answered {answer.status}: {message}")
             raise MisuseError(f"{url} refused ({answer.status}): {message}")
         is_snapshot = False
         async for line in answer.content:

@@ -54,9 +54,7 @@ def _head(snapshot: Mapping[str, Any], url: str) -> Text:
     )
     at = _clock(snapshot["now"]["at_unix_s"])
     return Text.assemble(
-        ("kvflow ", "bold"),
-        router["version"],
-        "  ",
+        ("kvflow  ", "bold"),
         router["model"],
         "  ",
         serving,

@@ -66,18 +66,31 @@ async def test_pictures_follow_each_other_without_a_terminal_and_tell_of_a_lost_
 
 
 async def test_a_wrong_key_and_an_absent_router_are_clear_errors(
-    prefill: Role, decode: Role
+    prefill: Role, decode: Role, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with Front([prefill], [decode], keys=Keys(admin=ADMIN)) as front:
         with pytest.raises(MisuseError, match=r"refused \(401\): the operator's key"):
             await following._once(front.url, "sesame")
         stream = following.snapshots(front.url, ADMIN)
-        assert (await anext(stream))["router"]["version"]
+        assert (await anext(stream))["router"]["model"] == "fake"
         await stream.aclose()
     with pytest.raises(LostError, match="Cannot connect"):
         await following._once(f"http://127.0.0.1:{free_port()}", "")
     with pytest.raises(MisuseError, match="--url: 'router:8000' is not"):
         following.show_top("router:8000", "", 1.0, once=True)
+    busy = answers('{"error": {"message": "too many viewers"}}', status=503)
+    async with serving(web.get("/overview/events", busy)) as server:
+        with pytest.raises(LostError, match="answered 503: too many viewers"):
+            await following._once(server.url, "")
+        task = asyncio.create_task(following._live(server.url, "", 0.0))
+        told = ""
+        async with asyncio.timeout(30):
+            while told.count("Reconnecting") < 2:
+                await asyncio.sleep(0.02)
+                told += capsys.readouterr().out
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert "too many viewers" in told
     no_router = serving(web.get("/overview/events", answers("event: snapshot\ndata: {\n\n")))
     async with no_router as server:
         with pytest.raises(LostError):

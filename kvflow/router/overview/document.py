@@ -28,7 +28,6 @@ class Seen(msgspec.Struct):
 class RouterView(msgspec.Struct, frozen=True, kw_only=True):
     """The router's own state. Errors are requests that failed after all tries, by code."""
 
-    version: str
     model: str
     draining: bool
     running: int

@@ -70,7 +70,7 @@ function show(snapshot) {
   views.ranks(snapshot);
   const errors = Object.entries(router.errors);
   const told = errors.length ? errors.map(([code, n]) => `${count(n)} ${code}`).join(", ") : "none";
-  at("foot").textContent = `kvflow ${router.version}. Errors to clients since the router started: ${told}.`;
+  at("foot").textContent = `Errors to clients since the router started: ${told}. Workers run kvflow ${views.versions(snapshot).join(" and ") || "of a version not known yet"}.`;
 }
 
 const takes = {

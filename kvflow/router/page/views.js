@@ -61,8 +61,9 @@ export function problems(snapshot) {
   put(at("problems"), ...found);
 }
 
-const made = ({pool, data_plane, version}, own) =>
-  `${data_plane} plane, ${pool.dtype} on ${pool.device}${version === own ? "" : `, version ${version}`}`;
+export const versions = snapshot => [...new Set(snapshot.workers.map(one => one.version).filter(Boolean))].sort();
+const made = ({pool, data_plane, version}, all) =>
+  `${data_plane} plane, ${pool.dtype} on ${pool.device}${all.length > 1 ? `, version ${version}` : ""}`;
 
 export function workers(snapshot) {
   const up = snapshot.workers.filter(one => one.up).length;
@@ -71,7 +72,7 @@ export function workers(snapshot) {
     const old = isOld(one) && one.answered_ago_s !== null;
     row.className = old || !one.up ? "stale" : "";
     cell(row, 0, {}, element("span", {class: "name"}, element("strong", {class: "role"}, one.role), element("span", {class: "mono"}, host(one.url))),
-      one.pool ? element("span", {class: "sub plane"}, made(one, snapshot.router.version)) : null);
+      one.pool ? element("span", {class: "sub plane"}, made(one, versions(snapshot))) : null);
     cell(row, 1, {}, state(...stateOf(one)), old ? sub(`figures ${ago(one.answered_ago_s)} old`) : null);
     const own = one.running === null ? one.requests : one.running;
     cell(row, 2, {cls: "n", label: "Running"}, count(own));
