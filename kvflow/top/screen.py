@@ -210,7 +210,7 @@ def _phase(half: Mapping[str, Any]) -> Text:
 
 def _state(one: Mapping[str, Any]) -> Text:
     if not one["up"]:
-        return Text("down" if _is_old(one) else "refusing", "bold red")
+        return Text("down" if one["not_seen"] or _is_old(one) else "refusing", "bold red")
     for name, is_so in (("leaving", one["leaving"]), ("draining", one["draining"])):
         if is_so:
             return Text(name, "yellow")

@@ -173,7 +173,8 @@ async def test_the_page_through_a_bad_day(tmp_path: Path) -> None:
                 await page.shows("silent", "#peers")
                 await fits(page, "quarantine")
                 await service.kill("decode-1")
-                await page.shows("down", "#workers")
+                host = service.url("decode-1").removeprefix("http://")
+                await page.shows(f"decode {host} gets no requests: Cannot connect", "#problems")
                 await fits(page, "killed")
             assert service.router is not None
             os.kill(service.router.process.pid, signal.SIGKILL)

@@ -21,6 +21,7 @@ from kvflow.extras import CORE, EXTRAS
 ROOT = Path(__file__).parents[2]
 PACKAGE_DATA = [
     "py.typed",
+    *("router/page/" + name for name in ("index.html", "page.js", "style.css", "icon.svg")),
     *(
         "serve/demo_model/" + name
         for name in ("config.json", "model.safetensors", "tokenizer.json", "PROVENANCE.md")

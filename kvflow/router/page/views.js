@@ -13,7 +13,7 @@ const isOld = worker => worker.answered_ago_s === null || worker.answered_ago_s 
 const several = (n, name) => `${count(n)} ${name}${n === 1 ? "" : "s"}`;
 
 function stateOf(worker) {
-  if (!worker.up) return ["bad", isOld(worker) ? "down" : "refusing"];
+  if (!worker.up) return ["bad", worker.not_seen || isOld(worker) ? "down" : "refusing"];
   if (worker.leaving) return ["warn", "leaving"];
   if (worker.draining) return ["warn", "draining"];
   if (worker.trouble) return ["warn", "unpaired"];
