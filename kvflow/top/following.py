@@ -7,7 +7,7 @@ import functools
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, aclosing
 from typing import Any
 
 import aiohttp
@@ -52,20 +52,19 @@ def show_top(
 
 
 async def _once(url: str, key: str, *, as_json: bool = False) -> None:
-    # Rates need two looks.
-    count = 0
     try:
-        async for snapshot in snapshots(url, key):
-            count += 1
-            if count == 2:
-                if as_json:
-                    sys.stdout.write(msgspec.json.encode(snapshot).decode() + "\n")
-                else:
-                    _print(screen(snapshot, url))
-                return
+        async with aclosing(snapshots(url, key)) as following:
+            # Rates need two looks.
+            await anext(following)
+            snapshot = await anext(following)
+    except StopAsyncIteration:
+        raise LostError(f"{url} ended the stream") from None
     except _LOST as error:
         raise LostError(f"{url}: {_reason(error)}") from None
-    raise LostError(f"{url} ended the stream")
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(snapshot).decode() + "\n")
+    else:
+        _print(screen(snapshot, url))
 
 
 async def _live(url: str, key: str, interval_s: float) -> None:
