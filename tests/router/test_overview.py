@@ -19,6 +19,7 @@ from kvflow.router.overview import routes as overview_routes
 from kvflow.router.overview.answers import Completions, Counts, Info, Room
 from kvflow.router.overview.document import MAX_SHOWN_ROOMS, Seen, merged_rooms
 from kvflow.router.overview.rates import WINDOW_S, Window, added, quantile
+from kvflow.router.vllm_engine import VllmEngine
 from kvflow.router.workers import Worker
 from tests.fakes.servers import Front, answers, labelled, serving
 from tests.fakes.service import BODY, Role
@@ -182,6 +183,16 @@ async def test_a_worker_with_other_keys_says_so(front: Front, decode: Role) -> N
         front.router.workers.all.append(Worker("decode", other.url))
         found = {one["url"]: one for one in (await front.get("/overview"))["workers"]}
         assert found[other.url]["not_seen"] == "/server_info answered 401: wrong key"
+
+
+async def test_workers_of_another_engine_are_listed_and_not_asked(prefill: Role) -> None:
+    async with Front(
+        [prefill], [prefill], engine=VllmEngine(), overview_interval_s=RARELY_S
+    ) as front:
+        found = await front.get("/overview")
+        assert len(found["workers"]) == 2 and found["now"]["tokens_per_s"] is None
+        assert all((one["running"], one["not_seen"]) == (None, "") for one in found["workers"])
+        assert await asked(prefill) == 0
 
 
 async def test_errors_and_a_missing_pair_are_told(front: Front, decode: Role) -> None:
