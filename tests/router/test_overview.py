@@ -163,6 +163,7 @@ async def test_a_worker_that_hangs_delays_nobody(
         ("no JSON", "malformed"),
         (json.dumps({"version": "x" * (1 << 20)}), "larger than 512 KiB"),
     ],
+    ids=["a list", "a wrong type", "no JSON", "too large"],
 )
 async def test_a_worker_that_lies_is_shown_as_such(
     prefill: Role, decode: Role, document: str, part: str
