@@ -323,6 +323,23 @@ def declare_dead(
             envvar="KVFLOW_ADMIN_API_KEY",
         ),
     ] = "",
+    tls_ca: Annotated[
+        str,
+        typer.Option(
+            "--tls-ca",
+            help="PEM file of the certificates that a decode at an https:// URL must prove; the "
+            "system's when empty.",
+            envvar="KVFLOW_TLS_CA",
+        ),
+    ] = "",
+    tls_server_name: Annotated[
+        str,
+        typer.Option(
+            "--tls-server-name",
+            help="Name in the decode's certificate, where it is not the host of its URL.",
+            envvar="KVFLOW_TLS_SERVER_NAME",
+        ),
+    ] = "",
     why: Annotated[
         str, typer.Option("--why", help="Reason, for the decode's log.")
     ] = "no reason given",
@@ -332,9 +349,11 @@ def declare_dead(
     The pages lent to that prefill leave quarantine without proof. Use it only when the prefill's
     machine is off or its process has ended: anything it still writes corrupts other requests.
     """
+    from kvflow.http.tls import ClientContext
     from kvflow.serve.launch.operator import declare_dead
 
-    declare_dead(url, admin_api_key, incarnation, why)
+    tls = ClientContext(tls_ca, tls_server_name)
+    declare_dead(url, admin_api_key, incarnation, why, tls)
 
 
 # Another module's app parses the arguments. That module is imported only if the command runs.

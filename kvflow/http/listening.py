@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
+import ssl
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
@@ -38,10 +39,10 @@ def _cannot_listen(error: OSError, host: str, port: int, flag: str) -> MisuseErr
     return MisuseError(f"cannot listen on {host}:{port}: {error.strerror or error}")
 
 
-def url_of(made: socket.socket, host: str) -> str:
+def url_of(made: socket.socket, host: str, tls: ssl.SSLContext | None = None) -> str:
     """Return the URL of a bound socket, as clients on this machine reach it."""
     shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, bracketed(host))
-    return f"http://{shown}:{made.getsockname()[1]}"
+    return f"{'http' if tls is None else 'https'}://{shown}:{made.getsockname()[1]}"
 
 
 def reachable(host: str) -> str:
@@ -65,8 +66,10 @@ def reachable(host: str) -> str:
 
 
 @asynccontextmanager
-async def listening_on(app: web.Application, made: socket.socket) -> AsyncGenerator[None, None]:
-    """Serve `app` on a bound socket until the block ends."""
+async def listening_on(
+    app: web.Application, made: socket.socket, tls: ssl.SSLContext | None = None
+) -> AsyncGenerator[None, None]:
+    """Serve `app` on a bound socket until the block ends: by HTTPS if there is a context."""
     host, port = made.getsockname()[:2]
     runner = new_runner(app)
     await runner.setup()
@@ -76,7 +79,7 @@ async def listening_on(app: web.Application, made: socket.socket) -> AsyncGenera
             made.listen(_BACKLOG)
         except OSError as error:
             raise _cannot_listen(error, host, port, "--port") from None
-        await web.SockSite(runner, made, backlog=_BACKLOG).start()
+        await web.SockSite(runner, made, ssl_context=tls, backlog=_BACKLOG).start()
         yield
     finally:
         await runner.cleanup()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager
@@ -67,7 +68,8 @@ class Router(Drainable):
     time. `encoder` is the model's tokenizer. Without it, the router compares only prompts of token
     ids with the cache events of workers. `engine` is the kind of worker, kvflow's own by default. A
     request goes to decode alone if decode then has at most `local_prefill_tokens` tokens of prompts
-    to compute (`local.py`).
+    to compute (`local.py`). `tls` verifies workers at https:// URLs; without it, the system's
+    certificates do.
     """
 
     def __init__(
@@ -85,13 +87,18 @@ class Router(Drainable):
         engine: Engine | None = None,
         local_prefill_tokens: int = 0,
         overview_interval_s: float = INTERVAL_S,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__()
         self.engine: Engine = engine or KvflowEngine()
         self.keys = keys
         headers = bearer(keys.api)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self.engine.keepalive_s)
+        connector = aiohttp.TCPConnector(
+            limit=0,
+            keepalive_timeout=self.engine.keepalive_s,
+            ssl=True if tls is None else tls,
+        )
         self._session = aiohttp.ClientSession(
             headers=headers, timeout=timeout, connector=connector, read_bufsize=1 << 18
         )

@@ -19,8 +19,8 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 _HTTP = _names(
-    "host port api_key admin_api_key allowed_origins log_level log_format access_log "
-    "otlp_endpoint otlp_sample_ratio drain_timeout_s"
+    "host port api_key admin_api_key tls_cert tls_key tls_ca tls_server_name allowed_origins "
+    "log_level log_format access_log otlp_endpoint otlp_sample_ratio drain_timeout_s"
 )
 _MODEL = _names(
     "model_path served_model_name dtype device attention sliding_window_rows sampling_defaults "
@@ -110,7 +110,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disaggregation_prefill_tp verify_transfers rendezvous_s optimistic_prefill "
         "kv_events_config"
     ),
-    "security": _names("api_key admin_api_key kv_events_key_file allowed_origins control_key_file"),
+    "security": _names(
+        "api_key admin_api_key tls_cert tls_key tls_ca tls_server_name kv_events_key_file "
+        "allowed_origins control_key_file"
+    ),
 }
 _GROUP_OF = {name: group for group, names in GROUPS.items() for name in names}
 # The help shows settings by group, so it would not show a setting that is in no group.

@@ -39,6 +39,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Bearer key of the operator, the same at router and workers: for the routes by which workers
     join, roles are switched, caches flushed, requests aborted and listed, and peers declared dead.
     """
+    tls_cert: str = ""
+    """PEM file of this server's certificate and its chain: every HTTP port of the process serves
+    HTTPS, and prefills' registries are asked by it. A new file is used without a restart."""
+    tls_key: str = ""
+    """PEM file of that certificate's private key, without a password."""
+    tls_ca: str = ""
+    """PEM file of the certificates that servers at https:// URLs must prove (workers, routers,
+    registries of prefills); the system's when empty. With it, decode asks registries by HTTPS."""
+    tls_server_name: str = ""
+    """Name in those servers' certificates, where it is not the host of their URLs: one certificate
+    can then serve workers at any address."""
     allowed_origins: tuple[str, ...] = ()
     """Origin whose pages may call this server (repeat for more; * = any)."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -237,6 +237,17 @@ def _check_effect(role: Role, settings: Settings) -> None:
                 )
 
 
+def _check_security(settings: Settings) -> None:
+    if settings.api_key and settings.api_key == settings.admin_api_key:
+        raise ConfigError(
+            "--admin-api-key is the --api-key: every client would be an operator; give them two "
+            "keys"
+        )
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        there, missing = ("cert", "key") if settings.tls_cert else ("key", "cert")
+        raise ConfigError(f"--tls-{there} without --tls-{missing}: HTTPS needs both files")
+
+
 def _is_missing(path: str) -> bool:
     return path.startswith(_LOCAL) and not Path(path).expanduser().is_dir()
 
@@ -288,11 +299,7 @@ def _check(role: Role, settings: Settings) -> None:
             "router needs at least one --prefill URL and one --decode URL, or an --admin-api-key, "
             "with which workers join it"
         )
-    if settings.api_key and settings.api_key == settings.admin_api_key:
-        raise ConfigError(
-            "--admin-api-key is the --api-key: every client would be an operator; give them two "
-            "keys"
-        )
+    _check_security(settings)
     if settings.engine == "vllm" and (both := set(settings.prefill) & set(settings.decode)):
         raise ConfigError(
             f"{min(both)!r} is given as --prefill and as --decode: a vLLM server is one of them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, NamedTuple
@@ -113,11 +114,18 @@ class _RouterLink:
 
 @asynccontextmanager
 async def member_of(
-    routers: Sequence[str], url: str, identity: Callable[[], WorkerIdentity], key: str
+    routers: Sequence[str],
+    url: str,
+    identity: Callable[[], WorkerIdentity],
+    key: str,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncGenerator[None, None]:
     """Keep the worker at `url` a member of the routers. `key` is the operator's key for them."""
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession(headers=bearer(key)))
+        connector = aiohttp.TCPConnector(ssl=True if tls is None else tls)
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(headers=bearer(key), connector=connector)
+        )
         links = [_RouterLink(session, router, url, identity) for router in routers]
         leaving = asyncio.Event()
         memberships = [asyncio.create_task(link.keep_joined(leaving)) for link in links]

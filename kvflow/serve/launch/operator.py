@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import sys
 import urllib.error
 import urllib.parse
@@ -22,8 +23,12 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
+def declare_dead(
+    url: str, key: str, incarnation: str, why: str, tls: ssl.SSLContext | None = None
+) -> None:
     """Run `kvflow declare-dead`: declare a prefill dead, and print the server's answer.
+
+    `tls` verifies a server at an https:// URL; without it, the system's certificates do.
 
     Raises: MisuseError if the server refuses; LostError if it does not answer.
     """
@@ -35,7 +40,9 @@ def declare_dead(url: str, key: str, incarnation: str, why: str) -> None:
         raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
     request = urllib.request.Request(url.rstrip("/") + path, method="POST", headers=bearer(key))
     # Only this server may receive the operator's key, so no proxy or redirect is used.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls), _NoRedirects
+    )
     try:
         with opener.open(request, timeout=TIMEOUT_S) as answer:
             document = msgspec.json.decode(answer.read())

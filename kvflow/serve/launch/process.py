@@ -11,6 +11,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -142,6 +143,7 @@ async def serve_until_stopped(
     drain_timeout_s: float,
     member: AbstractAsyncContextManager[None] | None = None,
     lost: asyncio.Future[KvflowError] | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> None:
     """Announce a role whose parts are running, serve, and drain.
 
@@ -152,7 +154,7 @@ async def serve_until_stopped(
     Raises: the error in `lost`.
     """
     stop = StopSignals()
-    async with listening_on(app, made):
+    async with listening_on(app, made, tls):
         stop.listen()
         _settle()
         announce(ready)

@@ -39,6 +39,7 @@ from kvflow.serve.launch.services import (
     decode_over,
     prefill_over,
 )
+from kvflow.serve.launch.tls import check_tls, client_tls, server_tls
 from kvflow.transports.control.registry import RankTable
 
 _log = logging.getLogger("kvflow.serve.launch")
@@ -53,6 +54,7 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
         # The sockets are bound first, so that a port in use is refused before a model is loaded.
         closing(_PrefillPorts.bind(settings)) as ports,
     ):
+        check_tls(settings)
         check_cache(settings)
         check_collector(settings.otlp_endpoint)
         if settings.pp * settings.tp > 1:
@@ -77,6 +79,7 @@ async def _run_first_rank(settings: Settings, http: socket.socket, ports: _Prefi
 async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) -> None:
     """Run `kvflow decode` until a signal stops it. Raises: MisuseError."""
     with closing(bound_socket(settings.host, settings.port, "--port")) as http:
+        check_tls(settings)
         check_cache(settings)
         check_collector(settings.otlp_endpoint)
         check_decode(settings)
@@ -146,6 +149,7 @@ class _Roles:
         self._settings_of = settings_of
         # A later prefill binds the same registry port again, because routers know it.
         self._bootstrap_port: int | None = None
+        self.tls = server_tls(settings)
         self.metrics = RoleMetrics(model=settings.model_name, sglang=settings.sglang_metrics)
 
     async def start(self, role: Role) -> _RunningRole:
@@ -183,7 +187,7 @@ class _Roles:
             table.put(service.rank)
             self._bootstrap_port = ports.bootstrap.getsockname()[1]
             registry = registry_app(table, self.metrics, _keys_of(self._settings))
-            await stack.enter_async_context(listening_on(registry, ports.bootstrap))
+            await stack.enter_async_context(listening_on(registry, ports.bootstrap, self.tls))
             return _RunningRole(service, self._bootstrap_port, stack.pop_all())
 
     async def start_decode(self, settings: Settings) -> _RunningRole:
@@ -238,7 +242,8 @@ async def _serve(
         *role_switch.routes(switch),
     ]
     keys = _keys_of(settings)
-    ready = Ready(switch.role, url_of(http, settings.host), os.getpid(), switch.bootstrap_port)
+    url = url_of(http, settings.host, roles.tls)
+    ready = Ready(switch.role, url, os.getpid(), switch.bootstrap_port)
 
     def identity() -> WorkerIdentity:
         return WorkerIdentity(
@@ -246,14 +251,18 @@ async def _serve(
         )
 
     member = member_of(
-        settings.join, url_of(http, reachable(settings.host)), identity, keys.of_operator
+        settings.join,
+        url_of(http, reachable(settings.host), roles.tls),
+        identity,
+        keys.of_operator,
+        client_tls(settings),
     )
     origins, collector = settings.allowed_origins, settings.otlp_endpoint
     try:
         async with tracing_to(collector, settings.otlp_sample_ratio, switch.role) as tracing:
             app = build_app(routes, roles.metrics, keys, origins, tracing=tracing)
             await serve_until_stopped(
-                app, http, pipeline, ready, settings.drain_timeout_s, member, lost
+                app, http, pipeline, ready, settings.drain_timeout_s, member, lost, roles.tls
             )
     finally:
         await switch.close()

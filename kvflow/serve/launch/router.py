@@ -20,6 +20,7 @@ from kvflow.router.routes import router_app
 from kvflow.router.vllm_engine import VllmEngine
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.launch.process import Ready, serve_until_stopped
+from kvflow.serve.launch.tls import client_tls, server_tls
 from kvflow.transports.control.curve import read_key
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ async def run_router(settings: Settings) -> None:
     """Run `kvflow router` until a signal stops it."""
     events_key = read_key(settings.kv_events_key_file)
     tokenizer = _routing_tokenizer(settings.tokenizer_path) if settings.tokenizer_path else None
+    served, asked = server_tls(settings), client_tls(settings)
     http = bound_socket(settings.host, settings.port, "--port")
     router = Router(
         settings.prefill,
@@ -47,15 +49,18 @@ async def run_router(settings: Settings) -> None:
         encoder=tokenizer,
         local_prefill_tokens=settings.local_prefill_tokens,
         engine=VllmEngine(settings.legs) if settings.engine == "vllm" else KvflowEngine(events_key),
+        tls=asked,
     )
     try:
         async with tracing_to(
             settings.otlp_endpoint, settings.otlp_sample_ratio, "router"
         ) as tracing:
             await router.start()
-            ready = Ready("router", url_of(http, settings.host), os.getpid())
+            ready = Ready("router", url_of(http, settings.host, served), os.getpid())
             app = router_app(router, settings.allowed_origins, tracing)
-            await serve_until_stopped(app, http, router, ready, settings.drain_timeout_s)
+            await serve_until_stopped(
+                app, http, router, ready, settings.drain_timeout_s, tls=served
+            )
     finally:
         await router.close()
         if tokenizer is not None:

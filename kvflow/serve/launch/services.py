@@ -16,6 +16,7 @@ from kvflow.serve.http.group_service import ShardedDecodeService
 from kvflow.serve.launch.caching import prefix_cache
 from kvflow.serve.launch.parts import Parts, card_of, plane_of, staged
 from kvflow.serve.launch.pool import check_host_memory, make_snapshots
+from kvflow.serve.launch.tls import registry_tls
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import ZmqSocket, bind_router, connect_dealer
@@ -152,7 +153,7 @@ async def _decode_engine(
         node = DecodeNode(
             pool,
             plane_of(settings, pool if staging is None else staging.host),
-            resolve=RegistryClient(settings.api_key).resolve,
+            resolve=RegistryClient(settings.api_key, tls=registry_tls(settings)).resolve,
             connect=functools.partial(connect_dealer, key=key),
             bounds=Bounds(quarantine_share=settings.max_quarantine_share),
             verify_transfers=settings.verify_transfers,

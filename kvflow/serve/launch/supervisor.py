@@ -12,12 +12,14 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
 
-from kvflow.http.listening import bound_socket
+from kvflow.http.listening import bound_socket, url_of
 from kvflow.serve.config.catalog import FIELDS_OF_ROLE, env_of, flag_of
 from kvflow.serve.config.kv_events import KvEvents
 from kvflow.serve.config.settings import Settings
@@ -25,6 +27,7 @@ from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from kvflow.serve.launch.child import Child, ChildEndedError, first_end, start_together
 from kvflow.serve.launch.mooncake_master import NAME, MooncakeMaster
 from kvflow.serve.launch.process import StopSignals
+from kvflow.serve.launch.tls import check_fleet_tls, client_tls
 from kvflow.transports.control.curve import open_new_key
 
 KILL_AFTER_S = 5.0
@@ -210,7 +213,9 @@ class Fleet:
     async def _healthy(self) -> None:
         async with (
             asyncio.timeout(self._settings.start_timeout_s),
-            aiohttp.ClientSession() as session,
+            aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(ssl=client_tls(self._settings) or True)
+            ) as session,
         ):
             while True:
                 async with session.get(f"{self.url}/health") as answer:
@@ -225,7 +230,8 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
     # Binding the port here reports a port in use before a model is loaded.
-    bound_socket(settings.host, settings.port, "--port").close()
+    with closing(bound_socket(settings.host, settings.port, "--port")) as made:
+        check_fleet_tls(settings, urlsplit(url_of(made, settings.host)).hostname or settings.host)
     _announce(
         settings,
         given.get("served_model_name") or settings.served_model_name or settings.model_path,

@@ -1,4 +1,4 @@
-"""Discovery of a prefill's ranks: a table of them, and a client that reads it over plain HTTP.
+"""Discovery of a prefill's ranks: a table of them, and a client that reads it over HTTP.
 
 Each prefill runs its own registry (`serve.http.registry`):
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import Sequence
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from io import BytesIO
@@ -162,8 +163,10 @@ class RegistryClient:
     Nodes call `resolve` before they link to a prefill, and again after they lose one.
     """
 
-    def __init__(self, api_key: str = "", timeout_s: float = 5.0) -> None:
-        """Create a client whose every call takes at most `timeout_s`.
+    def __init__(
+        self, api_key: str = "", timeout_s: float = 5.0, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Create a client whose every call takes at most `timeout_s`, over HTTPS with `tls`.
 
         Raises: MisuseError for a timeout out of range, or for a key that no HTTP header can carry.
         """
@@ -173,6 +176,7 @@ class RegistryClient:
             )
         check_time("timeout_s", timeout_s, LEAST_WAIT_S)
         self._key, self._timeout_s = api_key, timeout_s
+        self._tls = tls
         self._names = HostNames("registry")
 
     async def register(self, prefill: str, info: RankInfo) -> None:
@@ -211,7 +215,7 @@ class RegistryClient:
             raise MisuseError(
                 f'registry {place[:80]!r} is not "host:port" ("[address]:port" for IPv6)'
             )
-        url = f"http://{place}{path}"
+        url = f"{'http' if self._tls is None else 'https'}://{place}{path}"
         head = [f"{method} {path} HTTP/1.1", f"Host: {place}", f"Content-Length: {len(body)}"]
         # This makes the registry close the stream after its answer.
         head.append("Connection: close")
@@ -232,7 +236,7 @@ class RegistryClient:
 
     async def _exchanged(self, host: str, port: int, request: bytes) -> bytes:
         """Return the whole answer, or its first MAX_ANSWER_BYTES + 1 bytes."""
-        reader, writer = await self._names.connect(host, port, self._timeout_s)
+        reader, writer = await self._names.connect(host, port, self._timeout_s, tls=self._tls)
         try:
             writer.write(request)
             await writer.drain()
@@ -257,6 +261,15 @@ class _Answered:
         return BytesIO(self._raw)
 
 
+def _reason(body: bytes) -> str:
+    """Return the message of an error's body for another error's text, or "" if there is none."""
+    try:
+        message = msgspec.json.decode(body)["error"]["message"]
+    except (msgspec.DecodeError, ValueError, RecursionError, LookupError, TypeError):
+        return ""
+    return f": {message[:200]!r}" if isinstance(message, str) else ""
+
+
 def _document(url: str, raw: bytes) -> Any:
     """Parse a whole HTTP answer and return its JSON body.
 
@@ -273,7 +286,7 @@ def _document(url: str, raw: bytes) -> Any:
             raise LostError(f"{url}: the connection was closed without an answer") from None
         raise WireError(f"{url}: the answer is not HTTP: {type(error).__name__}") from None
     if response.status != 200:
-        raise WireError(f"{url}: answered {response.status}")
+        raise WireError(f"{url}: answered {response.status}{_reason(body)}")
     try:
         return msgspec.json.decode(body)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

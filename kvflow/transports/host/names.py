@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from contextlib import suppress
 from ipaddress import ip_address
 
@@ -29,16 +30,25 @@ class HostNames:
         return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     async def connect(
-        self, host: str, port: int, within_s: float, limit: int = 1 << 16
+        self,
+        host: str,
+        port: int,
+        within_s: float,
+        limit: int = 1 << 16,
+        tls: ssl.SSLContext | None = None,
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect like `asyncio.open_connection`, but look up the host in our own threads.
 
-        asyncio would use the threads that the whole loop shares.
+        asyncio would use the threads that the whole loop shares. With `tls`, the server must prove
+        that it is `host`.
         """
+        proven = None if tls is None else host
         error: OSError = OSError(f"{host} has no address")
         for address in await self.addresses(host, within_s):
             try:
-                return await asyncio.open_connection(address, port, limit=limit)
+                return await asyncio.open_connection(
+                    address, port, limit=limit, ssl=tls, server_hostname=proven
+                )
             except OSError as refused:
                 error = refused
         raise error
