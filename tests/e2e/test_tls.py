@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import ssl
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import openai
 import pytest
 
 from kvflow.http.authorization import bearer
+from kvflow.http.listening import bound_socket
 from kvflow.http.tls import ClientContext
 from kvflow.protocols.errors import LostError, MisuseError, WireError
 from kvflow.serve.config.sources import resolve
@@ -35,7 +38,10 @@ async def test_a_fleet_serves_https_at_every_port(tmp_path: Path) -> None:
     files = authority.issue("server", HOST)
     Authority(tmp_path / "other")
     strange = str(tmp_path / "other/ca.pem")
-    async with running(**SETTINGS, **files.flags()) as fleet:
+    first = _two_free_ports()
+    async with running(**SETTINGS, **files.flags(), worker_ports=first) as fleet:
+        workers = [*fleet.prefills, *fleet.decodes]
+        assert [one.url for one in workers] == [f"https://{HOST}:{first + n}" for n in range(2)]
         trust = ClientContext(files.authority)
         connector = aiohttp.TCPConnector(ssl=trust)
         async with aiohttp.ClientSession(connector=connector, headers=bearer(ADMIN)) as session:
@@ -53,6 +59,16 @@ async def test_a_fleet_serves_https_at_every_port(tmp_path: Path) -> None:
             assert len(set(before)) == len(set(after)) == 1 and before != after
             # The roles still serve each other, by new connections too.
             await _the_official_client(fleet.url, files.authority, strange)
+
+
+def _two_free_ports() -> int:
+    """Return the first of two ports that the kernel chooses for no other process."""
+    for first in range(random.randrange(20000, 30000), 32000):
+        with contextlib.suppress(MisuseError):
+            for port in (first, first + 1):
+                bound_socket(HOST, port, "--worker-ports").close()
+            return first
+    raise AssertionError("no two free ports")
 
 
 async def _the_official_client(url: str, trusted: str, strange: str) -> None:

@@ -82,7 +82,7 @@ FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
         *_WORKER,
         *_SENDER,
         *_RECEIVER,
-        *_names("prefill_workers decode_workers decode_tp start_timeout_s"),
+        *_names("prefill_workers decode_workers worker_ports decode_tp start_timeout_s"),
         *_ROUTER,
     ),
 }
@@ -93,7 +93,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "request_timeout_s drain_timeout_s sse_keepalive_s sse_headers_after_s sglang_metrics "
         "log_level log_format access_log otlp_endpoint otlp_sample_ratio"
     ),
-    "processes": _names("prefill_workers decode_workers start_timeout_s"),
+    "processes": _names("prefill_workers decode_workers worker_ports start_timeout_s"),
     "routing": (*_names("prefill decode engine legs join"), *_ROUTER),
     "model": (
         *_MODEL,

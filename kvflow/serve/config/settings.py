@@ -262,6 +262,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Prefill processes to start."""
     decode_workers: Processes = 1
     """Decode processes to start."""
+    worker_ports: Port = 0
+    """First of the workers' HTTP ports, which follow each other: prefills, then decodes; 0 picks
+    free ones."""
     start_timeout_s: Annotated[float, Meta(gt=0, le=86400)] = 300.0
     """Seconds that a role may take to become healthy."""
 

@@ -237,6 +237,15 @@ def _check_effect(role: Role, settings: Settings) -> None:
                 )
 
 
+def _check_worker_ports(settings: Settings) -> None:
+    first, count = settings.worker_ports, settings.prefill_workers + settings.decode_workers
+    row = f"--worker-ports: the {count} workers take {first} to {first + count - 1}"
+    if first + count - 1 > _LAST_PORT:
+        raise ConfigError(f"{row}, the last port is {_LAST_PORT}; choose a lower one")
+    if first <= settings.port < first + count:
+        raise ConfigError(f"{row}, and the router {settings.port} (--port); choose other ones")
+
+
 def _check_security(settings: Settings) -> None:
     if settings.api_key and settings.api_key == settings.admin_api_key:
         raise ConfigError(
@@ -278,6 +287,8 @@ def _check(role: Role, settings: Settings) -> None:
             f"--control-port: the ranks of this prefill take {settings.control_port} to {last}, "
             f"the last port is {_LAST_PORT}; choose a lower one"
         )
+    if settings.worker_ports:
+        _check_worker_ports(settings)
     for name in ("tp", "decode_tp"):
         if (shards := getattr(settings, name)) > 1 and settings.device.startswith("cuda"):
             raise ConfigError(

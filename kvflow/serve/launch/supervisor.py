@@ -1,8 +1,8 @@
 """`kvflow up`: a router, prefills and decodes as processes on this machine, which end together.
 
-The kernel chooses the ports of the workers, which announce them through a pipe. It also kills the
-children when this process ends, even by kill -9 (`process.die_with_parent`). Unless a control key
-is given, the workers share a new one, which is not stored in any file.
+Workers announce their ports through a pipe: the kernel chooses those that no setting names. It
+also kills the children when this process ends, even by kill -9 (`process.die_with_parent`). Unless
+a control key is given, the workers share a new one, which is not stored in any file.
 """
 
 from __future__ import annotations
@@ -154,8 +154,13 @@ class Fleet:
             self._settings.prefill_workers if role == "prefill" else self._settings.decode_workers
         )
         name = f"{role}-{index}" if several > 1 else role
+        port = self._settings.worker_ports
+        # Prefills come first in the row.
+        if port:
+            port += index + (self._settings.prefill_workers if role == "decode" else 0)
         # A decode needs a registry port too, because a role switch may turn it into a prefill.
-        arguments = [*self._arguments(role), "--port", "0", "--disaggregation-bootstrap-port", "0"]
+        arguments = [*self._arguments(role), "--port", str(port)]
+        arguments += ["--disaggregation-bootstrap-port", "0"]
         if role == "prefill":
             arguments += ["--control-port", "0"]
         elif not self._settings.disaggregation_prefill_tp:
@@ -229,7 +234,9 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
     if not settings.model_path:
         settings = msgspec.structs.replace(settings, model_path=str(DEMO_MODEL_DIR))
         given = {**given, "served_model_name": settings.served_model_name or "kvflow-demo"}
-    # Binding the port here reports a port in use before a model is loaded.
+    # Binding the ports here reports a port in use before a model is loaded.
+    for port in _worker_ports(settings):
+        bound_socket(settings.host, port, "--worker-ports").close()
     with closing(bound_socket(settings.host, settings.port, "--port")) as made:
         check_fleet_tls(settings, urlsplit(url_of(made, settings.host)).hostname or settings.host)
     _announce(
@@ -265,9 +272,16 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
         await fleet.stop(stop.forced)
 
 
+def _worker_ports(settings: Settings) -> range:
+    first, count = settings.worker_ports, settings.prefill_workers + settings.decode_workers
+    return range(first, first + count) if first else range(0)
+
+
 def _announce(settings: Settings, model: str) -> None:
     """Report what is being started, because that takes seconds, or minutes with a large model."""
     workers = f"{settings.prefill_workers} prefill, {settings.decode_workers} decode"
+    if ports := _worker_ports(settings):
+        workers += f" on ports {ports[0]} to {ports[-1]}"
     text = f"starting {workers} and a router on port {settings.port} for {model}"
     if settings.log_format == "json":
         _log.info(text)

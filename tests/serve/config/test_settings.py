@@ -107,6 +107,16 @@ REFUSED = [
         "--control-port: the ranks of this prefill take 65534 "
         "to 65537, the last port is 65535; choose a lower one",
     ),
+    (
+        "up worker_ports=65534 prefill_workers=2",
+        "--worker-ports: the 3 workers take 65534 to 65536, the last port is 65535; choose a lower",
+    ),
+    (
+        "up worker_ports=7999",
+        "--worker-ports: the 2 workers take 7999 to 8000, and the router 8000 (--port); choose",
+    ),
+    ("decode tls_cert=c", "--tls-cert without --tls-key: HTTPS needs both files"),
+    ("prefill tls_key=k", "--tls-key without --tls-cert: HTTPS needs both files"),
     ("prefill host=", "--host: '': expected str of length >= 1"),
     (
         "prefill dtype=int3",

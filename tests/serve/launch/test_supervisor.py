@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvflow.memory.past_caches import copying_environment
+from kvflow.protocols.errors import MisuseError
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.config.sources import ConfigError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
@@ -162,6 +164,29 @@ def test_no_two_workers_have_one_port_when_all_of_them_are_prefills(role: str) -
     """A decode that becomes a prefill by a switch has a registry, as its neighbour may have."""
     arguments = Fleet(Settings(), {}, quiet=True)._worker(role, 0)._arguments
     assert arguments[arguments.index("--disaggregation-bootstrap-port") + 1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("first", "ports"), [(0, ["0", "0", "0", "0"]), (30000, ["30000", "30001", "30002", "30003"])]
+)
+def test_the_workers_ports_follow_each_other_prefills_first(first: int, ports: list[str]) -> None:
+    fleet = Fleet(Settings(worker_ports=first, prefill_workers=2, decode_workers=2), {})
+    workers = [fleet._worker(role, index) for role in ("prefill", "decode") for index in (0, 1)]
+    given = [worker._arguments for worker in workers]
+    assert [arguments[arguments.index("--port") + 1] for arguments in given] == ports
+
+
+async def test_a_workers_port_in_use_is_named_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "Fleet", None)
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        port = used.getsockname()[1]
+        settings = Settings(worker_ports=port - 1, prefill_workers=1, decode_workers=1)
+        said = f"port {port} on 127.0.0.1 is in use; choose another one with --worker-ports"
+        with pytest.raises(MisuseError, match=said):
+            await run_up(settings, {}, None)
 
 
 @pytest.mark.parametrize(("told", "tp", "passed"), [(0, 1, "1"), (0, 4, "4"), (2, 4, None)])
