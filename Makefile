@@ -20,7 +20,7 @@ export PYTHON TORCH_INDEX
 # CPU time of tests/transports. An empty value is the same to Python as none.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test coverage slow soak vllm sglang prove mutants check format lint types borders collect rules workflows docs bench gpu clean
+.PHONY: setup demo test coverage slow soak vllm sglang prove mutants check format lint types borders deployment collect rules workflows docs bench gpu clean
 
 setup: $(DONE)
 
@@ -75,7 +75,7 @@ prove: setup
 mutants: setup
 	$(BIN)/python -m tests.proof.mutants $(ARGS)
 
-check: lint types workflows borders collect rules
+check: lint types workflows borders deployment collect rules
 
 format: setup
 	$(BIN)/ruff check --fix $(CODE)
@@ -92,6 +92,10 @@ types: setup
 borders: setup
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest -q tests/house/test_sizes.py tests/house/test_floors.py
+
+# Units by systemd-analyze, images by hadolint, manifests by Kubernetes' schemas. A program that is absent is named.
+deployment: setup
+	$(BIN)/python -m pytest -q -m "not slow" tests/test_units.py tests/test_images.py tests/test_manifests.py
 
 # Every test module can be imported. The processes that share the tests later find its bytecode, and rewrite nothing.
 collect: setup

@@ -36,6 +36,7 @@ FOREIGN = {
     *("--tensor-parallel-size", "--plane", "--help", "--tp-size", "--pp-size", "--dp-size"),
     *("--pipeline-parallel-size", "--enable-sleep-mode", "--case"),
     *("--disaggregation-decode-enable-radix-cache", "--enable-pd-role-switch"),
+    *("--build-arg", "--gpus", "--time", "--ulimit"),
 }
 
 

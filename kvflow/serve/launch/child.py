@@ -17,7 +17,7 @@ import msgspec
 from kvflow.memory.past_caches import copying_environment
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.launch.logs import LogFormat, relayed
-from kvflow.serve.launch.process import PARENT_PID, READY_FD, Ready
+from kvflow.serve.launch.process import NOTIFY_SOCKET, PARENT_PID, READY_FD, Ready
 
 KEPT_LINES = 40
 _ERROR_MARK = ": error: "  # `cli.main` writes this before an error
@@ -86,11 +86,8 @@ class Child:
                 stdout=sys.stderr,
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=(writing, *self._descriptors),
-                env={
-                    **(environment if self.role == "router" else copying_environment(environment)),
-                    READY_FD: str(writing),
-                    PARENT_PID: str(os.getpid()),
-                },
+                env=self._environment(environment)
+                | {READY_FD: str(writing), PARENT_PID: str(os.getpid())},
                 # Ctrl-C must reach only the supervisor, which then ends the roles in order.
                 start_new_session=True,
             )
@@ -107,6 +104,12 @@ class Child:
             raise await self._ended()
         ready = msgspec.json.decode(line, type=Ready)
         self.url, self.bootstrap_port = ready.url, ready.bootstrap_port
+
+    def _environment(self, ours: Mapping[str, str]) -> dict[str, str]:
+        made = dict(ours if self.role == "router" else copying_environment(ours))
+        # systemd waits for this process, not for one of its roles.
+        made.pop(NOTIFY_SOCKET, None)
+        return made
 
     async def wait_for_end(self) -> ChildEndedError:
         """Wait until the process ends. Return how it ended."""

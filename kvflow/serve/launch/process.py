@@ -31,6 +31,7 @@ from kvflow.serve.launch.logs import set_up_logging
 
 READY_FD = "KVFLOW_READY_FD"
 PARENT_PID = "KVFLOW_PARENT_PID"
+NOTIFY_SOCKET = "NOTIFY_SOCKET"  # systemd's name for it
 _PR_SET_PDEATHSIG = 1
 LAST_WORDS_S = 1.0  # time to send errors to the requests that a drain ends
 MAX_OPEN_FILES = 1 << 16
@@ -87,6 +88,21 @@ def announce(ready: Ready) -> None:
     if descriptor:
         with contextlib.suppress(OSError), os.fdopen(int(descriptor), "wb") as pipe:
             pipe.write(msgspec.json.encode(ready) + b"\n")
+    notify_systemd("READY=1")
+
+
+def notify_systemd(state: str) -> None:
+    """Send a state to systemd if it waits for one (Type=notify), as sd_notify(3) describes."""
+    address = os.environ.get(NOTIFY_SOCKET, "")
+    if not address.startswith(("/", "@")):
+        return
+    # "@" stands for the zero byte of an address in Linux's abstract namespace.
+    place = f"\0{address[1:]}" if address.startswith("@") else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+            made.sendto(state.encode(), place)
+    except OSError as error:
+        _log.warning("cannot report %s to systemd at %s: %s", state, address, error)
 
 
 class StopSignals:
@@ -112,6 +128,7 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
     start of this call.
     """
     server.stop()
+    notify_systemd("STOPPING=1")
     if not server.running:
         return
     _log.info("draining %d requests, at most %g s", server.running, timeout_s)

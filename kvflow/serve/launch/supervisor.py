@@ -26,7 +26,7 @@ from kvflow.serve.config.settings import Settings
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from kvflow.serve.launch.child import Child, ChildEndedError, first_end, start_together
 from kvflow.serve.launch.mooncake_master import NAME, MooncakeMaster
-from kvflow.serve.launch.process import StopSignals
+from kvflow.serve.launch.process import StopSignals, notify_systemd
 from kvflow.serve.launch.tls import check_fleet_tls, client_tls
 from kvflow.transports.control.curve import open_new_key
 
@@ -266,6 +266,7 @@ async def run_up(settings: Settings, given: Mapping[str, Any], config: str | Non
             sys.stderr.write(f"kvflow up: error: {text}\n")
         return 2 if is_usage_error else 1
     finally:
+        notify_systemd("STOPPING=1")
         for task in (requested, running):
             task.cancel()
         await asyncio.wait([requested, running])
@@ -296,4 +297,5 @@ async def _run_until_one_ends(fleet: Fleet) -> ChildEndedError:
     if fleet.store is not None:
         sys.stdout.write(f"{NAME} {fleet.store.address}  pid {fleet.store.pid}\n")
     sys.stdout.flush()
+    notify_systemd("READY=1")
     return await fleet.wait_for_end()

@@ -88,6 +88,34 @@ async def has_begun(session: aiohttp.ClientSession, url: str) -> None:
             running = await answer.text()
 
 
+@pytest.mark.parametrize("is_abstract", [True, False])
+async def test_systemd_learns_when_a_role_serves_and_when_it_drains(
+    is_abstract: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of sd_notify(3): datagrams to a socket, whose abstract name begins with @."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        # An empty name makes the kernel choose an abstract one.
+        manager.bind("" if is_abstract else str(tmp_path / "notify"))
+        manager.settimeout(20)
+        name = manager.getsockname()
+        address = f"@{name[1:].decode()}" if is_abstract else name
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        process, _ = await start_role(5.0)
+        assert await asyncio.to_thread(manager.recv, 100) == b"READY=1"
+        process.terminate()
+        assert await asyncio.to_thread(manager.recv, 100) == b"STOPPING=1"
+        assert await process.wait() == 0
+
+
+async def test_a_role_serves_also_where_systemd_cannot_be_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "nowhere"))
+    process, _ = await start_role(5.0)
+    process.terminate()
+    assert await process.wait() == 0
+
+
 @pytest.mark.parametrize("hangs", [True, False])
 def test_a_thread_that_hangs_does_not_hold_up_the_end_nor_abort_it(hangs: bool) -> None:
     role = f"""
