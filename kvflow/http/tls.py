@@ -47,6 +47,10 @@ class _FileContext(ssl.SSLContext):
         self._seen = tuple(map(_stamp, files))
         self._current = self._load()
 
+    def __repr__(self) -> str:
+        # aiohttp puts it into the text of its errors.
+        return f"<{type(self).__name__} of {', '.join(self._files) or 'the system'}>"
+
     def _load(self) -> ssl.SSLContext:
         """Return a context from the files. Raises: MisuseError."""
         raise NotImplementedError

@@ -33,6 +33,7 @@ SETTINGS = {"served_model_name": "kvflow", "api_key": KEY, "admin_api_key": ADMI
 CHAT: Any = [{"role": "user", "content": DEMO_PROMPTS[0]}]
 
 
+@pytest.mark.slow
 async def test_a_fleet_serves_https_at_every_port(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     files = authority.issue("server", HOST)
