@@ -144,6 +144,7 @@ def steps() -> list[Step]:
         *_long(),
         *_examples(),
         _secrets(),
+        _certificate(),
     ]
 
 
@@ -285,6 +286,14 @@ def _secrets() -> Step:
     commands = [line for line in rest if not not_run(line)]
     script = "\n".join([enter, *commands, "ls -l control.key && rm control.key"])
     return Step("examples/kubernetes", script, tuple(commands), 60)
+
+
+def _certificate() -> Step:
+    block, command = _block_with("openssl req", "docs/security.md")
+    script = (
+        f"{STOP}{block}\nopenssl verify -CAfile server.pem server.pem && rm server.key server.pem"
+    )
+    return Step("docs/security.md", script, (command,), 60)
 
 
 def _log(folder: Path, wanted: list[str]) -> int:
