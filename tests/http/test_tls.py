@@ -250,6 +250,23 @@ def test_an_unusable_authority_is_refused(
         ClientContext(files.authority)
 
 
+def test_an_authority_that_has_expired_is_refused(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ClientContext(files.authority)
+    monkeypatch.setattr("kvflow.http.tls.time.time", lambda: 2.0**36)  # in the year 4147
+    with pytest.raises(MisuseError, match=r"^--tls-ca .*ca.pem: certificate has expired$"):
+        ClientContext(files.authority)
+
+
+async def test_without_a_file_the_certificates_of_the_system_are_trusted(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", files.authority)
+    async with serving(files) as url:
+        assert await said(url, ClientContext()) == (200, "hello")
+
+
 async def test_a_registry_is_asked_by_https(files: Files, tmp_path: Path) -> None:
     Authority(tmp_path / "other")
     table = RankTable()
