@@ -86,10 +86,9 @@ def test_systemd_gives_a_drain_its_time_and_starts_no_usage_error_again(role: st
 def analyzed(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run systemd-analyze on all units, with a program that exists here, as instances."""
     names = []
-    program = str(Path(sys.executable).with_name("kvflow"))
     for path in UNITS.values():
         name = path.name.replace("@.", "@30000.")
-        (folder / name).write_text(path.read_text().replace(PROGRAM, program))
+        (folder / name).write_text(path.read_text().replace(PROGRAM, sys.executable))
         names.append(f"./{name}")
     return subprocess.run(
         [ANALYZE or "", *words, *names],
