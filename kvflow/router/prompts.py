@@ -54,6 +54,8 @@ class PromptFields(msgspec.Struct):
     extra_key: Any = None
     chat_template_kwargs: Any = None
     reasoning_effort: Any = None
+    tools: Any = None
+    tool_choice: Any = None
     add_special_tokens: Any = None
 
     async def chains(self) -> list[Chain]:
@@ -65,6 +67,7 @@ class PromptFields(msgspec.Struct):
             self.extra_key,
             self.chat_template_kwargs,
             self.reasoning_effort,
+            self.template_tools,
         )
         await _hash_all(root, _pieces(common))
         found = []
@@ -77,6 +80,11 @@ class PromptFields(msgspec.Struct):
                 continue
             found.append(chain.hashes)
         return found
+
+    @property
+    def template_tools(self) -> Any:
+        """The tools that the chat template gets."""
+        return None if self.tool_choice == "none" else self.tools
 
     def prompts(self) -> list[Any]:
         """Return the prompts of a body that is not a chat: texts, token ids, or unusable values."""

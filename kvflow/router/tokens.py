@@ -7,7 +7,7 @@ the model's tokenizer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 from kvflow.http.prompt_fields import PromptIds, namespace_of, template_variables
@@ -33,7 +33,10 @@ class Encoder(Protocol):
     async def encode(self, text: str, *, param: str, add_special_tokens: bool) -> PromptIds: ...
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], variables: dict[str, Any]
+        self,
+        messages: list[dict[str, Any]],
+        variables: dict[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
     ) -> PromptIds: ...
 
 
@@ -67,9 +70,11 @@ async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]
     if fields.messages is not None:
         if encoder is None or not isinstance(fields.messages, list):
             return []
-        if sum(len(str(message)) for message in fields.messages) > MAX_CHARACTERS:
+        template_tools = fields.template_tools or ()
+        if sum(len(str(one)) for one in (*fields.messages, *template_tools)) > MAX_CHARACTERS:
             return []
-        return [await encoder.encode_chat(fields.messages, template_variables(fields))]
+        variables = template_variables(fields)
+        return [await encoder.encode_chat(fields.messages, variables, template_tools)]
     found = []
     for prompt in fields.prompts():
         if not isinstance(prompt, str):

@@ -77,7 +77,11 @@ class WordTokenizer:
         return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
-        self, messages: list[dict[str, Any]], tokenize: bool = True, **variables: Any
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        tokenize: bool = True,
+        **variables: Any,
     ) -> dict[str, list[int]]:
         """The contents, and before them the variable `lead`."""
         contents = [variables.get("lead", ""), *(message["content"] for message in messages)]
@@ -300,12 +304,13 @@ class Role(Server):
         bootstrap_port: int = 8998,
         port: int = 0,
         tracing: Tracing | None = None,
+        tokenizer: Any = None,
         **options: Any,
     ) -> None:
         self.service = service
         self.other: RunningFake | Exception | None = None
         metrics = RoleMetrics(service.report, role=service.role, model="m", sglang=True)
-        self.tokenizer = ThreadedTokenizer(WordTokenizer())
+        self.tokenizer = ThreadedTokenizer(tokenizer or WordTokenizer())
         self.pipeline = CompletionPipeline(
             service, self.tokenizer, metrics, **{"keepalive_s": 0.02, **options}
         )

@@ -24,7 +24,7 @@ _HTTP = _names(
 )
 _MODEL = _names(
     "model_path served_model_name dtype device attention sliding_window_rows sampling_defaults "
-    "threads"
+    "chat_template tool_call_parser reasoning_parser threads"
 )
 _CACHE = _names(
     "prefix_cache cache_host_bytes cache_state_bytes cache_write_policy cache_prefetch_policy l3 "
@@ -75,7 +75,8 @@ FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
         *_HTTP,
         *_ROUTER,
         *_names(
-            "request_timeout_s max_queued_requests prefill decode engine legs kv_events_key_file"
+            "request_timeout_s max_queued_requests prefill decode engine legs kv_events_key_file "
+            "chat_template"
         ),
     ),
     "up": (

@@ -94,6 +94,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Sampling of the OpenAI routes where a request does not say: the model's
     generation_config.json, or 1.0 throughout."""
 
+    chat_template: str = ""
+    """File with a chat template, or the template itself, in place of the model's."""
+    tool_call_parser: Literal[
+        "auto", "off", "hermes", "qwen25", "qwen3_coder", "llama3_json", "llama3", "mistral"
+    ] = "auto"
+    """How the model writes tool calls: by name of vLLM's or SGLang's parser; auto fits the chat
+    template. Where it is off, or none fits, requests with tools are refused."""
+    reasoning_parser: Literal["off", "auto", "qwen3", "deepseek_r1", "deepseek-r1"] = "off"
+    """How the model marks its reasoning, which answers then have apart from their text: by name of
+    vLLM's or SGLang's parser; auto fits the chat template. Where it is off, it stays in the text.
+    """
+
     page_size: Annotated[int, Meta(ge=1, le=65536)] = 16
     """Tokens per page."""
     num_pages: Annotated[int, Meta(ge=0, le=1 << 26)] = 0

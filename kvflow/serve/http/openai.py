@@ -7,12 +7,13 @@ import uuid
 from collections import defaultdict
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from kvflow.aio import in_turns
 from kvflow.http.errors import UnknownModelError
 from kvflow.http.growing import GrowingArray, GrowingText
-from kvflow.http.prompt_fields import PromptIds, template_variables
+from kvflow.http.prompt_fields import PromptIds
 from kvflow.http.responses import json_response
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.engine.scheduler.params import TokenOut
@@ -28,6 +29,7 @@ from kvflow.serve.http.generation_requests import (
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, StreamOptions
 from kvflow.serve.http.text_logprobs import TextLogprobs, TokenBytes
+from kvflow.serve.http.tools.turns import Turns, chat_delta, chat_message, read_chat
 from kvflow.telemetry.requests import CURRENT
 
 _ECHO_CHARACTERS = 1 << 14  # characters encoded at once, in some 20 us
@@ -136,12 +138,17 @@ class ChatCall(_OpenAICall):
         super().__init__(body, model, token_bytes)
         self.body = body
         self._logprobs: defaultdict[int, GrowingArray] = defaultdict(GrowingArray)
+        self._turns: Turns | None = None  # None if all text is content
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
         body = self.body
-        prompt = await pipeline.tokenizer.encode_chat(body.messages, template_variables(body))
+        prompt, reading = await read_chat(body, pipeline)
         bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
         params = params_of_chat(body, prompt, bad_words, pipeline.request_limits)
+        if reading.needs_marks:
+            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        if not reading.is_plain:
+            self._turns = Turns(reading, self._choices, stream=self.stream)
         self._requests = generation_requests(
             body, [prompt], [params], self._choices, pipeline.request_limits
         )
@@ -159,25 +166,38 @@ class ChatCall(_OpenAICall):
         if self.body.logprobs and not self.stream:
             for token in delta.tokens:
                 self._logprobs[index].add(self._logprob(token))
+        if self._turns is not None:
+            self._turns.add(index, delta)
 
     def _event(self, index: int, delta: Delta) -> dict[str, Any]:
         content = [self._logprob(token) for token in delta.tokens] if self.body.logprobs else []
+        if self._turns is None:
+            piece, finish = {"content": delta.text} if delta.text else {}, delta.finish
+        else:
+            piece = chat_delta(self._turns.next_parts(index), self._turns.so_far(index))
+            finish = self._turns.finish(index, delta.finish)
         choice = {
             "index": index,
-            "delta": {"content": delta.text} if delta.text else {},
+            "delta": piece,
             "logprobs": {"content": content, "refusal": None} if self.body.logprobs else None,
-            "finish_reason": delta.finish,
+            "finish_reason": finish,
         }
         return self._chunk([choice])
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        if self._turns is None:
+            message = {"role": "assistant", "content": completion.text, "refusal": None}
+            finish = completion.finish
+        else:
+            message = chat_message(self._turns.so_far(index))
+            finish = self._turns.finish(index, completion.finish)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": completion.text, "refusal": None},
+            "message": message,
             "logprobs": {"content": self._logprobs[index], "refusal": None}
             if self.body.logprobs
             else None,
-            "finish_reason": completion.finish,
+            "finish_reason": finish,
         }
 
     def _logprob(self, token: TokenOut) -> dict[str, Any]:

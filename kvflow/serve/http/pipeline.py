@@ -46,6 +46,7 @@ from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.schemas import Rendezvous, Rooms, parse
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.serve.http.tracing import annotate, traced
+from kvflow.serve.http.tools.answers import PLAIN, OutputFormats
 from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
 _log = logging.getLogger("kvflow.http")
@@ -105,9 +106,11 @@ class CompletionPipeline(Drainable):
         headers_after_s: float = 10.0,
         low_priority_first: bool = False,
         grammars: Grammars | None = None,
+        formats: OutputFormats = PLAIN,
     ) -> None:
         """`grammars` are those of the model. Without them, every grammar is refused."""
         super().__init__()
+        self.formats = formats
         self.tokenizer = tokenizer
         self._grammars = grammars
         self.metrics = metrics

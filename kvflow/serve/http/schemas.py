@@ -174,6 +174,12 @@ class ChatRequest(_OpenAIRequest, frozen=True, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    stream_reasoning: bool | None = None
 
 
 class CompletionRequest(_OpenAIRequest, frozen=True, kw_only=True):
@@ -200,6 +206,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 

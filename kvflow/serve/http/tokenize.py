@@ -16,6 +16,7 @@ from kvflow.http.responses import long_json_response
 from kvflow.serve.http.generation_requests import prompt_ids
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.schemas import Body, DetokenizeRequest, TokenizeRequest, parse
+from kvflow.serve.http.tools.choice import functions_of
 
 B = TypeVar("B", bound=Body)
 
@@ -76,6 +77,7 @@ async def _read(http: web.Request, kind: type[B]) -> B:
 
 
 async def _ids(pipeline: CompletionPipeline, body: TokenizeRequest) -> list[PromptIds]:
+    functions_of(body.tools)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("send either prompt or messages", param="prompt")
     if body.messages is not None:
@@ -83,7 +85,7 @@ async def _ids(pipeline: CompletionPipeline, body: TokenizeRequest) -> list[Prom
         variables = template_variables(body)
         return [
             await pipeline.tokenizer.encode_chat(
-                body.messages, variables, add_generation_prompt=prompted
+                body.messages, variables, body.tools or (), add_generation_prompt=prompted
             )
         ]
     texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt or []

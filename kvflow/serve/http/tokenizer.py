@@ -12,6 +12,8 @@ from kvflow.aio import Threads
 from kvflow.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from kvflow.http.prompt_fields import PromptIds
 from kvflow.serve.engine.scheduler.params import BadWords, SamplingParams
+from kvflow.serve.http.tools.answers import takes_tools, template_text
+from kvflow.serve.http.tools.conversation import for_template
 
 MAX_BAD_WORDS = 1024
 
@@ -134,29 +136,30 @@ class ThreadedTokenizer:
         self,
         messages: Sequence[dict[str, Any]],
         variables: Mapping[str, Any],
+        tools: Sequence[dict[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
     ) -> PromptIds:
         """Render messages with the chat template. Return the token ids. Raises: RequestError."""
         tokenizer = self._require()
-        for i, message in enumerate(messages):
-            if not isinstance(message.get("role"), str):
-                raise RequestError(
-                    f"messages[{i}].role must be a string", param=f"messages[{i}].role"
-                )
+        plain = [for_template(i, message) for i, message in enumerate(messages)]
         if getattr(tokenizer, "chat_template", None) is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        plain = [_with_plain_content(i, message) for i, message in enumerate(messages)]
-        self._check_length(
-            sum(len(str(message.get("content") or "")) for message in plain), "messages"
-        )
+        if tools and not takes_tools(template_text(tokenizer)):
+            raise RequestError("tools: this model's chat template takes none", param="tools")
+        self._check_length(sum(map(_characters, plain)), "messages")
+        self._check_length(len(str(tools)), "tools")
         _check_variables(tokenizer, variables)
 
         def render() -> PromptIds:
             made = tokenizer.apply_chat_template(
-                plain, add_generation_prompt=add_generation_prompt, return_dict=True, **variables
+                plain,
+                tools=list(tools) or None,
+                add_generation_prompt=add_generation_prompt,
+                return_dict=True,
+                **variables,
             )
             return np.array(made["input_ids"], dtype=np.uint32)
 
@@ -236,28 +239,8 @@ def _too_long(count: int, units: str, limit: int, param: str) -> RequestError:
     return RequestError(text, param=param, reason=CONTEXT_LENGTH_EXCEEDED)
 
 
-def _with_plain_content(index: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return the message with its text parts joined: templates of text models expect a string."""
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return {**message, "content": content or ""}
-    if not isinstance(content, list):
-        raise RequestError(
-            f"messages[{index}].content must be a string or a list of parts", param="messages"
-        )
-    texts: list[str] = []
-    for part in content:
-        if (
-            not isinstance(part, dict)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
-            raise RequestError(
-                f"messages[{index}].content: only parts of type text are supported",
-                param="messages",
-            )
-        texts.append(part["text"])
-    return {**message, "content": "".join(texts)}
+def _characters(message: dict[str, Any]) -> int:
+    return len(message["content"]) + len(str(message.get("tool_calls", "")))
 
 
 def _check_variables(tokenizer: Any, variables: Mapping[str, Any]) -> None:

@@ -28,7 +28,9 @@ from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.registry import registry_app
 from kvflow.serve.http.role_switch import RoleSwitch
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
+from kvflow.serve.http.tools.answers import formats_of
 from kvflow.serve.launch.caching import check_cache
+from kvflow.serve.launch.chat_template import with_template
 from kvflow.serve.launch.joining import WorkerIdentity, member_of
 from kvflow.serve.launch.parts import Parts, loaded, say_what_fits
 from kvflow.serve.launch.process import Ready, serve_until_stopped
@@ -219,7 +221,8 @@ async def _serve(
     """
     model = roles.parts.model
     say_what_fits(running.service.limits)
-    tokenizer = ThreadedTokenizer(model.tokenizer, model.context_length)
+    text = with_template(model.tokenizer, settings.chat_template)
+    tokenizer = ThreadedTokenizer(text, model.context_length)
     pipeline = CompletionPipeline(
         running.service,
         tokenizer,
@@ -231,6 +234,7 @@ async def _serve(
         headers_after_s=settings.sse_headers_after_s,
         low_priority_first=settings.schedule_low_priority_values_first,
         grammars=model.grammars,
+        formats=formats_of(settings.tool_call_parser, settings.reasoning_parser, text),
     )
     switch = RoleSwitch(pipeline, running, roles.start)
     routes = [

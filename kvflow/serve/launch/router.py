@@ -32,7 +32,7 @@ _log = logging.getLogger("kvflow.serve.launch")
 async def run_router(settings: Settings) -> None:
     """Run `kvflow router` until a signal stops it."""
     events_key = read_key(settings.kv_events_key_file)
-    tokenizer = _routing_tokenizer(settings.tokenizer_path) if settings.tokenizer_path else None
+    tokenizer = _routing_tokenizer(settings) if settings.tokenizer_path else None
     served, asked = server_tls(settings), client_tls(settings)
     http = bound_socket(settings.host, settings.port, "--port")
     router = Router(
@@ -67,9 +67,11 @@ async def run_router(settings: Settings) -> None:
             tokenizer.close()
 
 
-def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
+def _routing_tokenizer(settings: Settings) -> ThreadedTokenizer | None:
+    path = settings.tokenizer_path
     from kvflow.serve.engine.model.tokenizer import find_tokenizer
     from kvflow.serve.http.tokenizer import ThreadedTokenizer
+    from kvflow.serve.launch.chat_template import with_template
 
     try:
         found = find_tokenizer(path)
@@ -81,4 +83,6 @@ def _routing_tokenizer(path: str) -> ThreadedTokenizer | None:
             "alone",
             path,
         )
-    return None if found is None else ThreadedTokenizer(found)
+    if found is None:
+        return None
+    return ThreadedTokenizer(with_template(found, settings.chat_template))

@@ -38,7 +38,7 @@ OUTER = {"s": ("g", "sampling_params"), "o": ("c", "stream_options")}
 DEFAULTS: dict[tuple[str, str], tuple[Any, ...]] = {
     ("c", "modalities"): (None, [], ["text"]),
     ("ct", "response_format"): (None, {}, {"type": "text"}),
-    ("ck", "tool_choice"): (None, "", "auto", "none"),
+    ("k", "tool_choice"): (None, "", "auto", "none"),
     ("c", "function_call"): (None, "", "auto", "none"),
     ("c", "verbosity"): (None, "medium"),
     ("c", "add_generation_prompt"): (None, True),

@@ -49,7 +49,7 @@ async def test_a_conversation_as_its_completion_would_see_it(front: Front, decod
         ("/tokenize", {}, 400, "prompt"),
         ("/tokenize", {"prompt": "w1", "messages": CHAT}, 400, "prompt"),
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
-        ("/tokenize", {"prompt": "w1", "tools": [{"type": "function"}]}, 400, "tools"),
+        ("/tokenize", {"prompt": "w1", "tools": [{"type": "function"}]}, 400, "tools[0]"),
         ("/tokenize", {"prompt": "w1", "model": "other"}, 404, "model"),
         ("/detokenize", {"tokens": [1, [2]]}, 400, None),
         ("/detokenize", {"tokens": [100]}, 400, "tokens"),
@@ -105,11 +105,9 @@ async def test_a_conversation_is_tokenized_with_the_opening_of_an_answer_unless_
     asked: list[bool] = []
     encode = type(decode.pipeline.tokenizer).encode_chat
 
-    async def encode_chat(
-        self: Any, messages: Any, variables: Any, *, add_generation_prompt: bool = True
-    ) -> Any:
+    async def encode_chat(self: Any, *given: Any, add_generation_prompt: bool = True) -> Any:
         asked.append(add_generation_prompt)
-        return await encode(self, messages, variables, add_generation_prompt=add_generation_prompt)
+        return await encode(self, *given, add_generation_prompt=add_generation_prompt)
 
     monkeypatch.setattr(type(decode.pipeline.tokenizer), "encode_chat", encode_chat)
     for more in ({}, {"add_generation_prompt": True}, {"add_generation_prompt": False}):

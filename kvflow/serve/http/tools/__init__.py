@@ -1,0 +1,1 @@
+"""Tool calls and reasoning: formats by model family, and incremental parsers of answers."""

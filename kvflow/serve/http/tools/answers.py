@@ -1,0 +1,218 @@
+"""One answer as it grows: from text to reasoning, content and tool calls."""
+
+from __future__ import annotations
+
+import io
+import re
+import secrets
+import string
+import uuid
+from typing import Any
+
+import msgspec
+
+from kvflow.http.errors import RequestError
+from kvflow.serve.http.tools.choice import NO_TOOLS, ToolUse
+from kvflow.serve.http.tools.formats import FORCED, TOOL_FORMATS, ToolFormat, ToolParser
+from kvflow.serve.http.tools.parts import Parser, Part, joined
+from kvflow.serve.http.tools.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+)
+
+# SGLang's names of the same formats.
+_OTHER_NAMES = {"qwen25": "hermes", "llama3": "llama3_json", "deepseek-r1": "deepseek_r1"}
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+class OutputFormats(msgspec.Struct, frozen=True):
+    """How the served model writes tool calls and reasoning. None means that it writes none."""
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+
+
+PLAIN = OutputFormats()
+
+
+def formats_of(tool_parser: str, reasoning_parser: str, tokenizer: Any) -> OutputFormats:
+    """Return the formats of these names. "off" is none, and "auto" fits the chat template."""
+    template = template_text(tokenizer)
+    tools = TOOL_FORMATS.get(_OTHER_NAMES.get(tool_parser, tool_parser))
+    if tool_parser == "auto":
+        # The format whose marks are more specific comes last, and wins.
+        fitting = [
+            form
+            for form in sorted(TOOL_FORMATS.values(), key=lambda form: len(form.shows))
+            if all(mark in template for mark in form.shows)
+        ]
+        tools = fitting[-1] if fitting else None
+    reasoning = REASONING_FORMATS.get(_OTHER_NAMES.get(reasoning_parser, reasoning_parser))
+    if reasoning_parser == "auto" and "</think>" in template:
+        reasoning = REASONING_FORMATS["qwen3"]
+    return OutputFormats(tools, reasoning)
+
+
+def template_text(tokenizer: Any) -> str:
+    """Return the chat template that a tokenizer uses with tools, or an empty text."""
+    found = getattr(tokenizer, "chat_template", None)
+    if isinstance(found, dict):
+        found = found.get("tool_use") or found.get("default")
+    return found if isinstance(found, str) else ""
+
+
+def takes_tools(template: str) -> bool:
+    return re.search(r"\btools\b", template) is not None
+
+
+def check_use(use: ToolUse, formats: OutputFormats) -> None:
+    """Raise RequestError if tools are offered to a model whose calls cannot be read."""
+    if use.functions and formats.tools is None:
+        text = (
+            "tools: the format in which this model calls tools is not known; start the workers "
+            "with --tool-call-parser"
+        )
+        raise RequestError(text, param="tools")
+
+
+class AnswerParser:
+    """Implements `Parser` for a whole answer: reasoning first, then text and tool calls.
+
+    With `shows_reasoning` off, the reasoning is dropped. With `streams_reasoning` off, it is one
+    part.
+    """
+
+    def __init__(
+        self,
+        reasoning: Parser | None,
+        tools: Parser | None,
+        *,
+        shows_reasoning: bool = True,
+        streams_reasoning: bool = True,
+    ) -> None:
+        self._reasoning, self._tools = reasoning, tools
+        self._shows, self._streams = shows_reasoning, streams_reasoning
+        self._kept: list[str] = []
+
+    def feed(self, text: str) -> list[Part]:
+        parts = self._reasoning.feed(text) if self._reasoning else [Part("content", text)]
+        return self._seen([one for part in parts for one in self._with_calls(part)])
+
+    def finish(self) -> list[Part]:
+        parts = self._reasoning.finish() if self._reasoning else []
+        found = [one for part in parts for one in self._with_calls(part)]
+        found += self._tools.finish() if self._tools else []
+        found = self._seen(found)
+        return [*self._all_kept(), *found]
+
+    def _with_calls(self, part: Part) -> list[Part]:
+        if part.kind != "content" or self._tools is None:
+            return [part]
+        return self._tools.feed(part.text)
+
+    def _seen(self, parts: list[Part]) -> list[Part]:
+        if not self._shows:
+            return joined(part for part in parts if part.kind != "reasoning")
+        if self._streams:
+            return joined(parts)
+        found: list[Part] = []
+        for part in parts:
+            if part.kind == "reasoning":
+                self._kept.append(part.text)
+            else:
+                found += (*self._all_kept(), part)
+        return joined(found)
+
+    def _all_kept(self) -> list[Part]:
+        kept, self._kept = "".join(self._kept), []
+        return [Part("reasoning", kept)] if kept else []
+
+
+class AnswerReading(msgspec.Struct, frozen=True, kw_only=True):
+    """How the answers to one request are read. It makes a parser for each choice."""
+
+    formats: OutputFormats = PLAIN
+    use: ToolUse = NO_TOOLS
+    prompt_end: str = ""
+    shows_reasoning: bool = True
+    streams_reasoning: bool = True
+
+    @property
+    def needs_marks(self) -> bool:
+        """True if special tokens must be in the text, because calls begin with them."""
+        form = self.formats.tools
+        return bool(self.use.functions and form is not None and form.special)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if all text is content."""
+        return not (self.use.forced or self._reads_calls or self.formats.reasoning)
+
+    @property
+    def _reads_calls(self) -> bool:
+        return bool(self.use.functions and self.formats.tools is not None)
+
+    def parser(self) -> AnswerParser:
+        tools = reasoning = None
+        if self.use.forced:
+            # A forced call begins with the first token, so no reasoning precedes it.
+            tools = ToolParser(FORCED, self.use.tools, parallel=self.use.parallel)
+            return AnswerParser(None, tools)
+        if self.use.functions and self.formats.tools is not None:
+            tools = ToolParser(self.formats.tools, self.use.tools, parallel=self.use.parallel)
+        if (form := self.formats.reasoning) is not None:
+            reasoning = ReasoningParser(form, inside=form.begins_inside(self.prompt_end))
+        return AnswerParser(
+            reasoning,
+            tools,
+            shows_reasoning=self.shows_reasoning,
+            streams_reasoning=self.streams_reasoning,
+        )
+
+    def new_call_id(self) -> str:
+        length = self.formats.tools.id_length if self.formats.tools else 0
+        # Templates of some models take ids of one length only.
+        if length:
+            return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(length))
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class CallSoFar:
+    """One tool call of an answer."""
+
+    def __init__(self, call_id: str, name: str) -> None:
+        self.id, self.name = call_id, name
+        self._arguments = io.StringIO()
+
+    @property
+    def arguments(self) -> str:
+        return self._arguments.getvalue()
+
+    def add(self, piece: str) -> None:
+        self._arguments.write(piece)
+
+
+class AnswerSoFar:
+    """The sum of an answer's parts."""
+
+    def __init__(self, reading: AnswerReading) -> None:
+        self._reading = reading
+        self._texts = {"content": io.StringIO(), "reasoning": io.StringIO()}
+        self.calls: list[CallSoFar] = []
+
+    @property
+    def content(self) -> str:
+        return self._texts["content"].getvalue()
+
+    @property
+    def reasoning(self) -> str:
+        return self._texts["reasoning"].getvalue()
+
+    def add(self, part: Part) -> None:
+        if part.kind == "call":
+            self.calls.append(CallSoFar(self._reading.new_call_id(), part.text))
+        elif part.kind == "arguments":
+            self.calls[part.call].add(part.text)
+        else:
+            self._texts[part.kind].write(part.text)

@@ -1,0 +1,299 @@
+"""Readers of one tool call: what stands between two marks of a format, read as it arrives.
+
+Each reader takes text up to the end of its call, and adds parts once they are certain. A call is
+certain when its function's name is. If the text turns out to be no call before that, the reader is
+`broken`, and its text belongs to the answer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from kvflow.serve.http.tools.json_values import JsonValue
+from kvflow.serve.http.tools.parts import Part, held_from
+
+_SPACE = " \t\r\n"
+_LONGEST_HEAD = 256  # characters of a name with its separators
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+
+
+class Reader(Protocol):
+    """One call. After `take`, it is `done`, or `broken`, or needs more text."""
+
+    done: bool
+    broken: bool
+
+    def take(self, text: str, parts: list[Part]) -> str:
+        """Add the parts that `text` makes certain, and return the text after the call."""
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """The functions of a request: the schema of the arguments by name."""
+
+    parameters: Mapping[str, Mapping[str, Any]] = {}
+
+    def properties(self, function: str) -> Mapping[str, Any]:
+        found = self.parameters.get(function, {}).get("properties")
+        return found if isinstance(found, dict) else {}
+
+
+class ObjectCall:
+    """A call as an object with a "name", and with "arguments" or "parameters"."""
+
+    def __init__(self, call: int, accepts: Callable[[str], bool]) -> None:
+        self.done = self.broken = False
+        self._call, self._accepts = call, accepts
+        self._expected = "{"  # the next character outside a value, "" before a value
+        self._value: JsonValue | None = None
+        self._key: str | None = None
+        self._streams = False  # the value is passed on as it arrives
+        self._text: list[str] = []  # of any other value
+        self._name: str | None = None
+        self._early: list[str] = []  # the arguments, while they precede the name
+        self._has_arguments = False
+
+    def take(self, text: str, parts: list[Part]) -> str:
+        at = 0
+        while at < len(text) and not (self.done or self.broken):
+            if self._value is None:
+                at += self._between(text[at], parts)
+            else:
+                at = self._in_value(text, at, parts)
+        return text[at:]
+
+    def _between(self, character: str, parts: list[Part]) -> int:
+        """Handle a character between values. Return 1 if it belongs to the object, or else 0."""
+        if character in _SPACE:
+            return 1
+        if self._expected == "value" or (self._expected == "key" and character == '"'):
+            self._value = JsonValue()
+            # Arguments that are a string contain the JSON, which is known at their end.
+            arguments = self._expected == "value" and self._key in ("arguments", "parameters")
+            self._streams = arguments and character != '"'
+            return 0
+        if character == "}" and self._expected in ("key", "next"):
+            self._end(parts)
+            return 1
+        follows = {("{", "{"): "key", (":", ":"): "value", ("next", ","): "key"}
+        expected = follows.get((self._expected, character))
+        if expected is None:
+            # A model may forget the last brace. A call with a name and arguments is complete.
+            self._end(parts)
+            return 0
+        self._expected = expected
+        return 1
+
+    def _in_value(self, text: str, at: int, parts: list[Part]) -> int:
+        value, start = self._value, at
+        assert value is not None
+        while at < len(text) and not value.done:
+            at += value.take(text[at])
+        if self._streams:
+            self._pass_on(text[start:at], parts)
+        else:
+            self._text.append(text[start:at])
+        if value.done:
+            self._value = None
+            self._complete(parts)
+        return at
+
+    def _complete(self, parts: list[Part]) -> None:
+        text = "".join(self._text)
+        self._text.clear()
+        if self._expected == "key":
+            self._key, self._expected = _string(text), ":"
+            return
+        if self._key == "name":
+            self._name_is(_string(text), parts)
+        elif self._key in ("arguments", "parameters") and text:
+            self._pass_on(_string(text) or "", parts)
+        self._expected = "next"
+
+    def _name_is(self, name: str | None, parts: list[Part]) -> None:
+        if self._name is not None:
+            return
+        if not name or not self._accepts(name):
+            self.broken = True
+            return
+        self._name = name
+        parts.append(Part("call", name, self._call))
+        early, self._early = "".join(self._early), []
+        self._pass_on(early, parts)
+
+    def _pass_on(self, piece: str, parts: list[Part]) -> None:
+        if self._name is None:
+            self._early.append(piece)
+        elif piece:
+            self._has_arguments = True
+            parts.append(Part("arguments", piece, self._call))
+
+    def _end(self, parts: list[Part]) -> None:
+        if self._name is None:
+            self.broken = True
+            return
+        if not self._has_arguments:
+            parts.append(Part("arguments", "{}", self._call))
+        self.done = True
+
+
+class NamedCall:
+    """A call as a name, a separator such as `[ARGS]` that may be missing, and an object."""
+
+    def __init__(self, call: int, accepts: Callable[[str], bool]) -> None:
+        self.done = self.broken = False
+        self._call, self._accepts = call, accepts
+        self._head = ""
+        self._value: JsonValue | None = None
+
+    def take(self, text: str, parts: list[Part]) -> str:
+        at = 0
+        while self._value is None and at < len(text) and self._is_head(text[at], parts):
+            at += 1
+        if self._value is None:
+            return text[at:]
+        start = at
+        while at < len(text) and not self._value.done:
+            at += self._value.take(text[at])
+        parts.append(Part("arguments", text[start:at], self._call))
+        self.done = self._value.done
+        return text[at:]
+
+    def _is_head(self, character: str, parts: list[Part]) -> bool:
+        """Return True if a character belongs to the name. The first brace begins the arguments."""
+        if character != "{":
+            self._head += character
+            self.broken = character in "\n<" or len(self._head) > _LONGEST_HEAD
+            return not self.broken
+        name = self._head.partition("[")[0].strip()
+        self.broken = not name or not self._accepts(name)
+        if not self.broken:
+            parts.append(Part("call", name, self._call))
+            self._value = JsonValue()
+        return False
+
+
+class TaggedCall:
+    """A call as a tag for the function, and one for each parameter with its plain value.
+
+    Values get the types of the function's schema. A value that does not fit is a string.
+    """
+
+    def __init__(
+        self, call: int, accepts: Callable[[str], bool], tools: Tools | None = None
+    ) -> None:
+        self.done = self.broken = False
+        self._call, self._accepts, self._tools = call, accepts, tools or Tools()
+        self._text = ""
+        self._name: str | None = None
+        self._parameter: str | None = None
+        self._value: list[str] = []
+        self._count = 0
+
+    def take(self, text: str, parts: list[Part]) -> str:
+        self._text += text
+        progress = True
+        while progress and not (self.done or self.broken):
+            progress = self._read_tag(parts) if self._parameter is None else self._read_value(parts)
+        rest, self._text = self._text, ""
+        if self.done or self.broken:
+            return rest
+        self._text = rest
+        return ""
+
+    def _read_value(self, parts: list[Part]) -> bool:
+        value, tag, rest = self._text.partition(_PARAMETER_END)
+        if tag:
+            self._value.append(value)
+            self._text = rest
+            self._add("".join(self._value), parts)
+            self._value.clear()
+            self._parameter = None
+            return True
+        # Only the end may belong to the tag. Searching all of it again would take quadratic time.
+        cut = held_from(self._text, (_PARAMETER_END,))
+        self._value.append(self._text[:cut])
+        self._text = self._text[cut:]
+        return False
+
+    def _read_tag(self, parts: list[Part]) -> bool:
+        """Read one tag. Return False until all of it is there."""
+        text = self._text.lstrip()
+        tags = (_FUNCTION,) if self._name is None else (_PARAMETER, _FUNCTION_END)
+        tag = next((tag for tag in tags if text.startswith(tag)), None)
+        if tag is None:
+            if any(tag.startswith(text) for tag in tags):
+                return False
+            # Some models leave the end tag of the function out.
+            self._end(parts)
+            return True
+        if tag == _FUNCTION_END:
+            self._text = text[len(tag) :]
+            self._end(parts)
+            return True
+        name, end, rest = text[len(tag) :].partition(">")
+        if not end:
+            return False
+        if tag == _PARAMETER:
+            self._parameter, self._text = name.strip(), rest
+        elif (name := name.strip()) and self._accepts(name):
+            self._name, self._text = name, rest
+            parts.append(Part("call", name, self._call))
+        else:
+            self.broken = True
+        return True
+
+    def _add(self, raw: str, parts: list[Part]) -> None:
+        assert self._name is not None and self._parameter is not None
+        schema = self._tools.properties(self._name).get(self._parameter)
+        value = _typed(raw.removeprefix("\n").removesuffix("\n"), schema)
+        opening = ", " if self._count else "{"
+        self._count += 1
+        text = f"{opening}{_encoded(self._parameter)}: {_encoded(value)}"
+        parts.append(Part("arguments", text, self._call))
+
+    def _end(self, parts: list[Part]) -> None:
+        if self._name is None:
+            self.broken = True
+            return
+        parts.append(Part("arguments", "}" if self._count else "{}", self._call))
+        self.done = True
+
+
+def _encoded(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _typed(raw: str, schema: Any) -> Any:
+    types = _types(schema)
+    if not types or "string" in types:
+        return None if raw == "null" and "null" in types else raw
+    if "boolean" in types and raw.strip().lower() in ("true", "false"):
+        return raw.strip().lower() == "true"
+    try:
+        return msgspec.json.decode(raw.encode("utf-8", "surrogatepass"))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return raw
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, dict):
+        return set()
+    declared = schema.get("type")
+    found = {one for one in (declared if isinstance(declared, list) else [declared]) if one}
+    for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+        found |= _types(choice)
+    if "enum" in schema and all(isinstance(one, str) for one in schema["enum"] or ()):
+        found.add("string")
+    return {one for one in found if isinstance(one, str)}
+
+
+def _string(text: str) -> str | None:
+    try:
+        return msgspec.json.decode(text.encode("utf-8", "surrogatepass"), type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,90 @@
+"""Splits the reasoning that a model writes between tags from its answer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvflow.serve.http.tools.parts import Part, held_from, joined
+
+
+class ReasoningFormat(NamedTuple):
+    """How a family of models marks its reasoning.
+
+    `assumed` says that an answer begins with reasoning if neither it nor the prompt has a tag.
+    """
+
+    name: str
+    open: str = "<think>"
+    close: str = "</think>"
+    assumed: bool = False
+
+    def begins_inside(self, prompt_end: str) -> bool:
+        """Return True if the answer to a prompt that ends with this text begins with reasoning."""
+        end = prompt_end.rstrip()
+        return end.endswith(self.open) or (self.assumed and not end.endswith(self.close))
+
+
+REASONING_FORMATS = {
+    found.name: found
+    for found in (ReasoningFormat("qwen3"), ReasoningFormat("deepseek_r1", assumed=True))
+}
+PROMPT_END = 16  # tokens at the end of a prompt that may contain a tag
+
+
+class ReasoningParser:
+    """Implements `Parser`. White space around the reasoning is dropped.
+
+    `inside` says that the answer begins with reasoning, with or without a tag. Only reasoning at
+    the beginning counts. Tags in the answer are text.
+    """
+
+    def __init__(self, form: ReasoningFormat, *, inside: bool) -> None:
+        self._format, self._inside = form, inside
+        self._state = "beginning"
+        self._held = ""
+        self._empty = True  # the reasoning has no character yet
+
+    def feed(self, text: str) -> list[Part]:
+        text, self._held = self._held + text, ""
+        if self._state == "beginning":
+            text = self._begin(text)
+        found = []
+        if self._state == "reasoning":
+            reasoning, text = self._reason(text)
+            found.append(Part("reasoning", reasoning))
+        if self._state == "between" and (text := text.lstrip()):
+            self._state = "answer"
+        if self._state == "answer":
+            found.append(Part("content", text))
+        return joined(found)
+
+    def finish(self) -> list[Part]:
+        inside = self._state == "reasoning" or (self._state == "beginning" and self._inside)
+        held, self._held = self._held, ""
+        return joined([Part("reasoning" if inside else "content", held)])
+
+    def _begin(self, text: str) -> str:
+        """Return the text after the tag, or hold it while it may be the beginning of one."""
+        start, tag = text.lstrip(), self._format.open
+        if start.startswith(tag):
+            self._state = "reasoning"
+            return start[len(tag) :]
+        if tag.startswith(start):
+            self._held = text
+            return ""
+        self._state = "reasoning" if self._inside else "answer"
+        return text
+
+    def _reason(self, text: str) -> tuple[str, str]:
+        """Return the reasoning that is certain, and the text after it."""
+        if self._empty:
+            text = text.lstrip()
+            self._empty = not text
+        close = self._format.close
+        reasoning, tag, rest = text.partition(close)
+        if tag:
+            self._state = "between"
+            return reasoning.rstrip(), rest
+        cut = held_from(text, (close,))
+        self._held = text[cut:]
+        return text[:cut], ""

@@ -1,0 +1,256 @@
+"""Tool calls as each family of models writes them, whole and in every split."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvflow.serve.http.tools.formats import FORCED, TOOL_FORMATS, ToolParser
+from kvflow.serve.http.tools.parts import Part, joined
+from kvflow.serve.http.tools.readers import TaggedCall, Tools
+
+FORMATS = {**TOOL_FORMATS, "forced": FORCED}
+TOOLS = Tools(
+    {
+        "f": {"properties": {"x": {"type": "integer"}, "s": {"type": "string"}}},
+        "g": {},
+        "typed": {
+            "properties": {
+                "flag": {"type": "boolean"},
+                "list": {"type": "array"},
+                "maybe": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+                "name": {"type": ["string", "null"]},
+                "level": {"enum": ["low", "1"]},
+                "odd": {"type": "integer"},
+            }
+        },
+    }
+)
+F = ("call", "f", 0)
+
+
+def content(text: str) -> tuple[str, str, int]:
+    return "content", text, 0
+
+
+def arguments(text: str, call: int = 0) -> tuple[str, str, int]:
+    return "arguments", text, call
+
+
+# Format, text, and what it is.
+TEXTS: list[tuple[str, str, list[tuple[str, str, int]]]] = [
+    ("hermes", "just text ", [content("just text ")]),
+    (
+        "hermes",
+        'Let me.\n\n<tool_call>\n{"name": "f", "arguments": {"x": 1, "s": "</tool_call>"}}\n'
+        '</tool_call>\n<tool_call>\n{"arguments": {"a": [1, {}]}, "name": "g"}\n</tool_call>\n',
+        [
+            content("Let me."),
+            F,
+            arguments('{"x": 1, "s": "</tool_call>"}'),
+            ("call", "g", 1),
+            arguments('{"a": [1, {}]}', 1),
+        ],
+    ),
+    (
+        "hermes",
+        r'<tool_call>{"name": "f", "arguments": {"s": "\"}{\\"}}</tool_call>done',
+        [F, arguments(r'{"s": "\"}{\\"}'), content("done")],
+    ),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [F, arguments("{}")]),
+    ("hermes", '<tool_call>{"name": "f", "id": 7, "arguments": {}}', [F, arguments("{}")]),
+    (
+        "hermes",
+        r'<tool_call>{"name": "f", "arguments": "{\"x\": 1}"}</tool_call>',
+        [F, arguments('{"x": 1}')],
+    ),
+    # A brace too few, and one too many.
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": 1}</tool_call>tail',
+        [F, arguments('{"x": 1}'), content("tail")],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": 1}}}</tool_call>tail',
+        [F, arguments('{"x": 1}'), content("tail")],
+    ),
+    # The model decides what it calls, also where no tool has that name.
+    ("hermes", '<tool_call>{"name": "z", "arguments": {}}', [("call", "z", 0), arguments("{}")]),
+    # What is no call stays in the text, to the last space.
+    ("hermes", "a <tool_call>b</tool_call> c", [content("a <tool_call>b</tool_call> c")]),
+    (
+        "hermes",
+        'a <tool_call>{"arguments": {"x": 1}}</tool_call>',
+        [content('a <tool_call>{"arguments": {"x": 1}}</tool_call>')],
+    ),
+    ("hermes", '<tool_call>{"name": 7}', [content('<tool_call>{"name": 7}')]),
+    # Cut off: before the name is known, within the arguments, within a mark.
+    ("hermes", 'a <tool_call>{"na', [content('a <tool_call>{"na')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1', [F, arguments('{"x": 1')]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": </tool_call>',
+        [F, arguments('{"x": ')],
+    ),
+    ("hermes", "a <tool_c", [content("a <tool_c")]),
+    ("hermes", "a <tool", [content("a <tool")]),
+    (
+        "qwen3_coder",
+        "I look.\n<tool_call>\n<function=f>\n<parameter=x>\n3\n</parameter>\n<parameter=s>\n"
+        'two\n"lines"</p>\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n'
+        "</function>\n</tool_call>",
+        [
+            content("I look."),
+            F,
+            arguments('{"x": 3, "s": "two\\n\\"lines\\"</p>"}'),
+            ("call", "g", 1),
+            arguments("{}", 1),
+        ],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=typed><parameter=flag>True</parameter><parameter=list>[1, 2]"
+        "</parameter><parameter=maybe>null</parameter><parameter=name>null</parameter>"
+        "<parameter=level>1</parameter><parameter=odd>many</parameter><parameter=new>1"
+        "</parameter></function></tool_call>",
+        [
+            ("call", "typed", 0),
+            arguments(
+                '{"flag": true, "list": [1, 2], "maybe": null, "name": null, "level": "1", '
+                '"odd": "many", "new": "1"}'
+            ),
+        ],
+    ),
+    # The end tag of the function is missing.
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=x>3</parameter></tool_call>b",
+        [F, arguments('{"x": 3}'), content("b")],
+    ),
+    ("qwen3_coder", "<tool_call><fun></tool_call>", [content("<tool_call><fun></tool_call>")]),
+    # A parameter that is cut off is no value: acting on a half of it could do harm.
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=x>3</parameter><parameter=s>hal",
+        [F, arguments('{"x": 3')],
+    ),
+    (
+        "llama3_json",
+        '{"name": "f", "parameters": {"x": "1"}}; {"name": "g", "parameters": {}}',
+        [F, arguments('{"x": "1"}'), ("call", "g", 1), arguments("{}", 1)],
+    ),
+    (
+        "llama3_json",
+        'So: <|python_tag|>{"name": "f", "parameters": {}}',
+        [content("So:"), F, arguments("{}")],
+    ),
+    # Without a tag, only an object with the name of a tool is a call, and only at the beginning.
+    ("llama3_json", '{"name": "Bob", "age": 3}', [content('{"name": "Bob", "age": 3}')]),
+    ("llama3_json", '{"x": [1, 2]} hm', [content('{"x": [1, 2]} hm')]),
+    ("llama3_json", ' I say {"name": "f"}', [content(' I say {"name": "f"}')]),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]',
+        [F, arguments('{"x": 1}'), ("call", "g", 1), arguments("{}", 1)],
+    ),
+    (
+        "mistral",
+        'Well [TOOL_CALLS]f[ARGS]{"x": 1}[TOOL_CALLS]g{"s": "}"}',
+        [content("Well"), F, arguments('{"x": 1}'), ("call", "g", 1), arguments('{"s": "}"}', 1)],
+    ),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]a1b2[ARGS]{"x": 1}', [F, arguments('{"x": 1}')]),
+    ("mistral", "[TOOL_CALLS]no\ncall", [content("[TOOL_CALLS]no\ncall")]),
+    (
+        "mistral",
+        f"[TOOL_CALLS]{'n' * 400}" + "{}",
+        [content(f"[TOOL_CALLS]{'n' * 400}" + "{}")],
+    ),
+    (
+        "forced",
+        '[{"name": "f", "parameters": {"x": 1}},{"name": "g", "parameters": {}}]',
+        [F, arguments('{"x": 1}'), ("call", "g", 1), arguments("{}", 1)],
+    ),
+]
+
+
+def read(form: str, pieces: list[str], *, parallel: bool = True) -> list[Part]:
+    parser = ToolParser(FORMATS[form], TOOLS, parallel=parallel)
+    found = [part for piece in pieces for part in parser.feed(piece)]
+    return joined([*found, *parser.finish()])
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"), TEXTS, ids=[f"{form}-{i}" for i, (form, _, _) in enumerate(TEXTS)]
+)
+def test_each_family_in_every_split_in_two_and_letter_by_letter(
+    form: str, text: str, expected: list[tuple[str, str, int]]
+) -> None:
+    assert read(form, [text]) == expected
+    for at in range(1, len(text)):
+        assert read(form, [text[:at], text[at:]]) == expected, text[:at]
+    assert read(form, list(text)) == expected
+
+
+@given(st.data())
+def test_any_split_gives_the_same_parts(data: st.DataObject) -> None:
+    form, text, expected = data.draw(st.sampled_from(TEXTS))
+    cuts = data.draw(st.sets(st.integers(0, len(text))))
+    pieces = [text[a:b] for a, b in pairwise([0, *sorted(cuts), len(text)])]
+    assert read(form, pieces) == expected
+
+
+MARKS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=f>"),
+        *("<parameter=x>", "</parameter>", "</function>", "[ARGS]", '{"name": "f", '),
+        *('"arguments": ', *'{}"\\ \n;,[]f1<:'),
+    ]
+)
+
+
+@given(st.sampled_from(sorted(FORMATS)), st.lists(MARKS, max_size=25))
+def test_whatever_a_model_writes_a_split_changes_nothing(form: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    whole = read(form, [text])
+    assert read(form, pieces) == whole
+    assert read(form, list(text)) == whole
+    calls = [part.call for part in whole if part.kind == "call"]
+    assert calls == list(range(len(calls)))
+    # Arguments come after their call, and before the next one.
+    seen = -1
+    for part in whole:
+        seen = part.call if part.kind == "call" else seen
+        assert part.kind != "arguments" or part.call == seen
+
+
+def test_arguments_are_passed_on_as_they_arrive() -> None:
+    parser = ToolParser(TOOL_FORMATS["hermes"], TOOLS)
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"s": "on') == [
+        Part("call", "f"),
+        Part("arguments", '{"s": "on'),
+    ]
+    assert parser.feed("ce") == [Part("arguments", "ce")]
+
+
+def test_without_parallel_calls_the_first_remains() -> None:
+    text = '[TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g{}'
+    assert read("mistral", [text], parallel=False) == [F, arguments('{"x": 1}')]
+
+
+def test_a_long_value_is_searched_once() -> None:
+    """Searching a growing text from its beginning again would take quadratic time."""
+    found: list[Part] = []
+    call = TaggedCall(0, lambda _: True, TOOLS)
+    call.take("<function=f><parameter=s>", found)
+    for _ in range(1000):
+        assert call.take("some text </para", found) == ""
+        assert len(call._text) < 20
+    call.take("meter></function>", found)
+    text = "".join(part.text for part in found[1:])
+    assert json.loads(text) == {"s": ("some text </para" * 1000).removesuffix("</para")}
+    assert call.done
