@@ -53,6 +53,7 @@ ROUTES: dict[Access, frozenset[str]] = {
     Access.CLIENT: frozenset(
         {
             *("POST /generate", "POST /v1/completions", "POST /v1/chat/completions"),
+            *("POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/responses"),
             *("POST /tokenize", "POST /v1/tokenize", "POST /detokenize", "POST /v1/detokenize"),
             *("GET /v1/models", "GET /v1/models/{model}", "GET /version"),
             *("GET /model_info", "GET /get_model_info"),
@@ -153,6 +154,9 @@ def _access(request: web.Request) -> Access:
 def _has_one_of(request: web.Request, *keys: str) -> bool:
     """Return True if the request carries one of these keys. Comparisons take constant time."""
     scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+    if not scheme:
+        # Clients of Anthropic send their key in a header of its own.
+        scheme, given = "bearer", request.headers.get("x-api-key", "")
     token = _bytes_of(given) if scheme.lower() == "bearer" else b""
     # All keys are compared, so that the time does not reveal which of them matched.
     matches = [hmac.compare_digest(token, _bytes_of(key)) for key in keys if key]

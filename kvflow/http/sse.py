@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from aiohttp import web
 
@@ -26,11 +26,53 @@ _HEADERS = {
 }
 
 
+class NamedEvent(NamedTuple):
+    """An event with a name, as the clients of some routes expect it."""
+
+    name: str
+    data: Any
+
+
+class Dialect(NamedTuple):
+    """How the streams of a route end, and how they report a failure."""
+
+    end: bytes
+    failed: Callable[[Failure], Any]
+
+
+def _of_messages(failure: Failure) -> Any:
+    return NamedEvent("error", {"type": "error", **failure.body})
+
+
+def _of_responses(failure: Failure) -> Any:
+    error = failure.body["error"]
+    return NamedEvent("error", {**error, "type": "error", "error": error})
+
+
+_OPENAI = Dialect(DONE, lambda failure: failure.body)
+_DIALECTS = {
+    "/v1/messages": Dialect(b"", _of_messages),
+    "/v1/responses": Dialect(b"", _of_responses),
+}
+
+
+def dialect_of(path: str) -> Dialect:
+    """Return how the streams of the route with this path end."""
+    return _DIALECTS.get(path, _OPENAI)
+
+
+def encode_event(event: Any) -> list[bytes]:
+    """Return the bytes of an event, in pieces. `event` is a JSON value or a `NamedEvent`."""
+    if isinstance(event, NamedEvent):
+        return [b"event: %b\n" % event.name.encode(), *encode_event(event.data)]
+    return [b"data: ", *encode(event), b"\n\n"]
+
+
 class EventStream:
     """A response that streams events. Once the client disconnects, writes raise ConnectionError."""
 
     def __init__(self, request: web.Request) -> None:
-        self._request = request
+        self._request, self._dialect = request, dialect_of(request.path)
         self.response = web.StreamResponse(headers=_HEADERS)
 
     async def start(self) -> None:
@@ -38,10 +80,10 @@ class EventStream:
         await self.response.prepare(self._request)
 
     async def send(self, *events: Any) -> None:
-        """Send `events` as JSON, in one write unless they are large."""
+        """Send `events`, in one write unless they are large."""
         pieces: list[bytes] = []
         for event in events:
-            pieces += (b"data: ", *encode(event), b"\n\n")
+            pieces += encode_event(event)
         await write(self.response, pieces)
 
     async def keepalive(self) -> None:
@@ -50,11 +92,12 @@ class EventStream:
 
     async def fail(self, failure: Failure) -> None:
         """Send the error as the last event."""
-        await self.send(failure.body)
+        await self.send(self._dialect.failed(failure))
         await self.response.write_eof()
 
     async def end(self) -> None:
-        await self.response.write(DONE)
+        if self._dialect.end:
+            await self.response.write(self._dialect.end)
         await self.response.write_eof()
 
 

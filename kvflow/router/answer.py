@@ -6,11 +6,11 @@ import time
 from collections.abc import Callable
 
 import aiohttp
-import msgspec
 from aiohttp import web
 
 from kvflow.http.errors import Failure
 from kvflow.http.growing import write
+from kvflow.http.sse import dialect_of, encode_event
 from kvflow.protocols.errors import Code
 from kvflow.router.legs import (
     LegFailedError,
@@ -114,6 +114,7 @@ class ClientAnswer:
         self._measures.failed(failure)
         if self._stream is None:
             return answer or failure.response()
-        await self._stream.write(b"data: " + msgspec.json.encode(failure.body) + b"\n\n")
+        event = encode_event(dialect_of(self._http.path).failed(failure))
+        await self._stream.write(b"".join(event))
         await self._stream.write_eof()
         return self._stream

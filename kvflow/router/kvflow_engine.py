@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from kvflow.http.bodies import MAX_COMPLETIONS, decoded, whole_number
 from kvflow.http.draining import ROLE_HEADER
 from kvflow.http.errors import RequestError
-from kvflow.http.paths import TOKENIZE_PATHS
+from kvflow.http.paths import COUNT_PATH, TOKENIZE_PATHS
 from kvflow.router.engines import Forwarded
 from kvflow.router.feed import source_of
 from kvflow.router.identity import Identity, ask
@@ -42,10 +42,13 @@ _OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model
 class KvflowEngine:
     """Implements `engines.Engine`."""
 
-    completion_paths = ("/generate", "/v1/chat/completions", "/v1/completions")
+    completion_paths = (
+        *("/generate", "/v1/chat/completions", "/v1/completions"),
+        *("/v1/messages", "/v1/responses"),
+    )
     decode_routes = (
         *(("GET", path) for path in _OF_A_MODEL),
-        *(("POST", path) for path in TOKENIZE_PATHS),
+        *(("POST", path) for path in (*TOKENIZE_PATHS, COUNT_PATH)),
     )
     has_operations = True
     retried_statuses = frozenset({502, 503})

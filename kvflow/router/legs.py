@@ -223,9 +223,12 @@ class _Chunk(msgspec.Struct):
 
 def error_in(event: bytes) -> Failure | None:
     """Return the error in a stream's first event, or None."""
-    if not event.startswith(b"data:") or b"\n\n" not in event:
+    first, whole, _ = event.partition(b"\n\n")
+    if first.startswith(b"event:"):
+        first = first.partition(b"\n")[2]
+    if not whole or not first.startswith(b"data:"):
         return None
-    failure = Failure.read(0, event.partition(b"\n\n")[0].removeprefix(b"data:"))
+    failure = Failure.read(0, first.removeprefix(b"data:"))
     return failure if failure.code else None
 
 

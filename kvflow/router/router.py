@@ -53,7 +53,7 @@ CONNECT_TIMEOUT_S = 5.0
 ASK_TIMEOUT_S = 5.0  # limit for a request that `ask` or `forward` sends
 _JSON = {"Content-Type": "application/json"}
 _NO_HEADERS: Mapping[str, str] = {}
-_FORWARDED = ("Authorization", "traceparent", "tracestate")
+_FORWARDED = ("Authorization", "x-api-key", "traceparent", "tracestate")
 _ENDED = Failure(
     503, "shutdown", "this router is shutting down, and the request did not finish in time"
 )

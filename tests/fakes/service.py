@@ -28,7 +28,7 @@ from kvflow.serve.engine.scheduler.params import (
     SamplingParams,
     TokenOut,
 )
-from kvflow.serve.http import generate, openai, operations, role_switch, tokenize
+from kvflow.serve.http import anthropic, generate, openai, operations, role_switch, tokenize
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.pipeline import CompletionPipeline
@@ -319,6 +319,7 @@ class Role(Server):
         routes = [
             *generate.routes(self.pipeline),
             *openai.routes(self.pipeline),
+            *anthropic.routes(self.pipeline),
             *tokenize.routes(self.pipeline),
             *aborts.routes(self.pipeline.choices),
             *operations.routes(self.pipeline, host="127.0.0.1", role_switch=self.role_switch),

@@ -96,13 +96,14 @@ class Written:
 
 @asynccontextmanager
 async def writing(
-    formats: OutputFormats | None = None, template: str = TEMPLATE
+    formats: OutputFormats | None = None, template: str = TEMPLATE, **more: Any
 ) -> AsyncIterator[Written]:
     """Yield a pair behind a router. Without `formats`, they fit the template."""
     tokenizer, meeting = byte_tokenizer(template), Meeting()
     options: Any = {
         "tokenizer": tokenizer,
         "formats": formats or formats_of("auto", "off", tokenizer),
+        **more,
     }
     async with (
         Role(WritingService("prefill", meeting, tokenizer), **options) as prefill,

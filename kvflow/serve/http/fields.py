@@ -23,8 +23,10 @@ BODIES = {
     "o": "stream_options",
     "k": "/tokenize",
     "d": "/detokenize",
+    "m": "/v1/messages",
+    "e": "/v1/messages/count_tokens",
 }
-SOURCES = {"O": "OpenAI", "S": "SGLang", "V": "vLLM", "K": "kvflow"}
+SOURCES = {"A": "Anthropic", "O": "OpenAI", "S": "SGLang", "V": "vLLM", "K": "kvflow"}
 _LETTERS = {name: letter for names in (BODIES, SOURCES) for letter, name in names.items()}
 UNSET: tuple[Any, ...] = (None, False, 0, "", [], {})
 _PAGE = Path(__file__).with_name("FIELDS.md")

@@ -7,7 +7,6 @@ import uuid
 from collections import defaultdict
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from kvflow.aio import in_turns
@@ -22,14 +21,13 @@ from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.generation_requests import (
     check_count,
     generation_requests,
-    params_of_chat,
     params_of_completion,
     prompt_ids,
 )
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, StreamOptions
 from kvflow.serve.http.text_logprobs import TextLogprobs, TokenBytes
-from kvflow.serve.http.tools.turns import Turns, chat_delta, chat_message, read_chat
+from kvflow.serve.http.tools.turns import Turns, chat_delta, chat_message, chat_requests
 from kvflow.telemetry.requests import CURRENT
 
 _ECHO_CHARACTERS = 1 << 14  # characters encoded at once, in some 20 us
@@ -141,17 +139,9 @@ class ChatCall(_OpenAICall):
         self._turns: Turns | None = None  # None if all text is content
 
     async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        body = self.body
-        prompt, reading = await read_chat(body, pipeline)
-        bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
-        params = params_of_chat(body, prompt, bad_words, pipeline.request_limits)
-        if reading.needs_marks:
-            params = msgspec.structs.replace(params, skip_special_tokens=False)
+        self._requests, reading = await chat_requests(self.body, pipeline)
         if not reading.is_plain:
             self._turns = Turns(reading, self._choices, stream=self.stream)
-        self._requests = generation_requests(
-            body, [prompt], [params], self._choices, pipeline.request_limits
-        )
         return self._requests
 
     def opening(self) -> list[Any]:

@@ -27,7 +27,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     tokenizer, card = pipeline.tokenizer, pipeline.service.card
 
     async def tokenize(http: web.Request) -> web.StreamResponse:
-        body = await _read(http, TokenizeRequest)
+        body = await read_body(http, TokenizeRequest)
         pipeline.check_model(body.model)
         found = await _ids(pipeline, body)
         counts, tokens, texts = [len(ids) for ids in found], GrowingArray(), GrowingArray()
@@ -44,7 +44,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
         return await long_json_response(http, answer)
 
     async def detokenize(http: web.Request) -> web.StreamResponse:
-        body = await _read(http, DetokenizeRequest)
+        body = await read_body(http, DetokenizeRequest)
         pipeline.check_model(body.model)
         lists, several = prompt_ids(body.tokens, MAX_LISTS)
         async for ids in in_turns(lists):
@@ -71,7 +71,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
     ]
 
 
-async def _read(http: web.Request, kind: type[B]) -> B:
+async def read_body(http: web.Request, kind: type[B]) -> B:
     raw, long_values = await take_apart(await http.read())
     return long_values.put_back(parse(raw, kind))
 

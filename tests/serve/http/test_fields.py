@@ -12,7 +12,7 @@ import openai.types.chat
 import pytest
 
 from kvflow.http.errors import RequestError
-from kvflow.serve.http import fields, schemas
+from kvflow.serve.http import anthropic, fields, schemas
 from kvflow.serve.http.fields import BODIES, HARMLESS, REFUSED, SOURCES, TABLE, WORKS, Field
 
 STRUCTS: dict[str, type[msgspec.Struct]] = {
@@ -23,6 +23,8 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "o": schemas.StreamOptions,
     "k": schemas.TokenizeRequest,
     "d": schemas.DetokenizeRequest,
+    "m": anthropic.MessagesRequest,
+    "e": anthropic.CountTokensRequest,
 }
 MINIMAL: dict[str, dict[str, Any]] = {
     "c": {"messages": [{"role": "user", "content": "a"}]},
@@ -30,6 +32,8 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "g": {"text": "a"},
     "k": {"prompt": "a"},
     "d": {"tokens": [1]},
+    "m": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "e": {"messages": [{"role": "user", "content": "a"}]},
 }
 OUTER = {"s": ("g", "sampling_params"), "o": ("c", "stream_options")}
 

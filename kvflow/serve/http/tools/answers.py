@@ -7,7 +7,7 @@ import re
 import secrets
 import string
 import uuid
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -178,19 +178,21 @@ class AnswerReading(msgspec.Struct, frozen=True, kw_only=True):
         return f"call_{uuid.uuid4().hex[:24]}"
 
 
-class CallSoFar:
-    """One tool call of an answer."""
+class Block:
+    """A run of parts of one kind: text, reasoning, or one call with its arguments as text."""
 
-    def __init__(self, call_id: str, name: str) -> None:
-        self.id, self.name = call_id, name
-        self._arguments = io.StringIO()
+    def __init__(self, kind: Literal["content", "reasoning", "call"]) -> None:
+        self.kind = kind
+        self.id = self.name = ""  # of a call
+        self._text = io.StringIO()
 
     @property
-    def arguments(self) -> str:
-        return self._arguments.getvalue()
+    def text(self) -> str:
+        """The text so far. Each access copies it."""
+        return self._text.getvalue()
 
     def add(self, piece: str) -> None:
-        self._arguments.write(piece)
+        self._text.write(piece)
 
 
 class AnswerSoFar:
@@ -198,21 +200,22 @@ class AnswerSoFar:
 
     def __init__(self, reading: AnswerReading) -> None:
         self._reading = reading
-        self._texts = {"content": io.StringIO(), "reasoning": io.StringIO()}
-        self.calls: list[CallSoFar] = []
+        self.blocks: list[Block] = []
+        self.calls: list[Block] = []
 
-    @property
-    def content(self) -> str:
-        return self._texts["content"].getvalue()
+    def text(self, kind: Literal["content", "reasoning"]) -> str:
+        return "".join(block.text for block in self.blocks if block.kind == kind)
 
-    @property
-    def reasoning(self) -> str:
-        return self._texts["reasoning"].getvalue()
-
-    def add(self, part: Part) -> None:
+    def add(self, part: Part) -> int:
+        """Add a part, and return the index of its block."""
+        # The arguments of a call follow it without anything in between.
+        kind = "call" if part.kind == "arguments" else part.kind
+        if part.kind == "call" or not self.blocks or self.blocks[-1].kind != kind:
+            self.blocks.append(Block(kind))
+        block = self.blocks[-1]
         if part.kind == "call":
-            self.calls.append(CallSoFar(self._reading.new_call_id(), part.text))
-        elif part.kind == "arguments":
-            self.calls[part.call].add(part.text)
+            block.id, block.name = self._reading.new_call_id(), part.text
+            self.calls.append(block)
         else:
-            self._texts[part.kind].write(part.text)
+            block.add(part.text)
+        return len(self.blocks) - 1

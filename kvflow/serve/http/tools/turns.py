@@ -10,6 +10,8 @@ import msgspec
 from kvflow.http.errors import RequestError
 from kvflow.http.prompt_fields import PromptIds, template_variables
 from kvflow.serve.http.completion import Delta
+from kvflow.serve.http.completion_service import GenerationRequest
+from kvflow.serve.http.generation_requests import generation_requests, params_of_chat
 from kvflow.serve.http.schemas import ChatRequest
 from kvflow.serve.http.tools.answers import AnswerReading, AnswerSoFar, check_use
 from kvflow.serve.http.tools.choice import tool_use
@@ -18,6 +20,8 @@ from kvflow.serve.http.tools.reasoning import PROMPT_END
 
 if TYPE_CHECKING:
     from kvflow.serve.http.pipeline import CompletionPipeline
+
+PartOfBlock = tuple[int, Part]
 
 
 async def read_chat(
@@ -50,6 +54,22 @@ async def read_chat(
     return prompt, reading
 
 
+async def chat_requests(
+    body: ChatRequest, pipeline: CompletionPipeline
+) -> tuple[list[GenerationRequest], AnswerReading]:
+    """Return a request for each choice of a chat, and how their answers are read.
+
+    Raises: RequestError.
+    """
+    limits, choices = pipeline.request_limits, body.n or 1
+    prompt, reading = await read_chat(body, pipeline)
+    bad_words = await pipeline.tokenizer.encode_words(body.bad_words or ())
+    params = params_of_chat(body, prompt, bad_words, limits)
+    if reading.needs_marks:
+        params = msgspec.structs.replace(params, skip_special_tokens=False)
+    return generation_requests(body, [prompt], [params], choices, limits), reading
+
+
 class Turns:
     """The choices of one request, each parsed as it grows."""
 
@@ -57,7 +77,7 @@ class Turns:
         self._parsers = [reading.parser() for _ in range(choices)]
         self._found = [AnswerSoFar(reading) for _ in range(choices)]
         # Parts of the deltas that a stream has not sent yet, by choice.
-        self._unsent: list[deque[list[Part]]] | None = None
+        self._unsent: list[deque[list[PartOfBlock]]] | None = None
         if stream:
             self._unsent = [deque() for _ in range(choices)]
 
@@ -66,13 +86,12 @@ class Turns:
         parts = parser.feed(delta.text)
         if delta.finish is not None:
             parts += parser.finish()
-        for part in parts:
-            self._found[index].add(part)
+        found = [(self._found[index].add(part), part) for part in parts]
         if self._unsent is not None:
-            self._unsent[index].append(parts)
+            self._unsent[index].append(found)
 
-    def next_parts(self, index: int) -> list[Part]:
-        """Return the parts of a stream's next delta."""
+    def next_parts(self, index: int) -> list[PartOfBlock]:
+        """Return the parts of a stream's next delta, each with the index of its block."""
         assert self._unsent is not None
         return self._unsent[index].popleft()
 
@@ -84,11 +103,11 @@ class Turns:
         return "tool_calls" if reason == "stop" and self._found[index].calls else reason
 
 
-def chat_delta(parts: list[Part], found: AnswerSoFar) -> dict[str, Any]:
+def chat_delta(parts: list[PartOfBlock], found: AnswerSoFar) -> dict[str, Any]:
     """Return the delta of a chat's chunk. `found` includes the parts."""
     delta: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
-    for part in parts:
+    for _, part in parts:
         if part.kind == "call":
             function = {"name": part.text, "arguments": ""}
             call_id = found.calls[part.call].id
@@ -111,17 +130,17 @@ def chat_message(found: AnswerSoFar) -> dict[str, Any]:
     """Return the message of a chat that is not streamed."""
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": found.content or (None if found.calls else ""),
+        "content": found.text("content") or (None if found.calls else ""),
         "refusal": None,
     }
-    if found.reasoning:
-        message["reasoning_content"] = found.reasoning
+    if reasoning := found.text("reasoning"):
+        message["reasoning_content"] = reasoning
     if found.calls:
         message["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
+                "function": {"name": call.name, "arguments": call.text},
             }
             for call in found.calls
         ]

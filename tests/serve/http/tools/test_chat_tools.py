@@ -260,8 +260,8 @@ async def test_what_is_wrong_is_named(
     error = await written.front.refused(400, "/v1/chat/completions", {"messages": CHAT, **more})
     assert error["param"] == param
     assert part in error["message"], error["message"]
-    # Each leg ends the room, so that neither waits for the other.
-    assert written.prefill.service.refused and written.decode.service.refused
+    # The leg that reads the body first ends the room. The router then drops the other one.
+    assert written.prefill.service.refused or written.decode.service.refused
 
 
 async def test_tools_need_a_template_and_a_parser() -> None:
