@@ -56,6 +56,10 @@ class PromptFields(msgspec.Struct):
     reasoning_effort: Any = None
     tools: Any = None
     tool_choice: Any = None
+    # Of /v1/messages and /v1/responses.
+    system: Any = None
+    instructions: Any = None
+    input: Any = None
     add_special_tokens: Any = None
 
     async def chains(self) -> list[Chain]:
@@ -68,6 +72,8 @@ class PromptFields(msgspec.Struct):
             self.chat_template_kwargs,
             self.reasoning_effort,
             self.template_tools,
+            self.system,
+            self.instructions,
         )
         await _hash_all(root, _pieces(common))
         found = []
@@ -84,7 +90,7 @@ class PromptFields(msgspec.Struct):
     @property
     def template_tools(self) -> Any:
         """The tools that the chat template gets."""
-        return None if self.tool_choice == "none" else self.tools
+        return None if self.tool_choice in ("none", {"type": "none"}) else self.tools
 
     def prompts(self) -> list[Any]:
         """Return the prompts of a body that is not a chat: texts, token ids, or unusable values."""
@@ -97,6 +103,10 @@ class PromptFields(msgspec.Struct):
     def _streams(self) -> Iterator[Iterator[bytes]]:
         if isinstance(self.messages, list):
             yield (piece for message in self.messages for piece in _pieces(message))
+        if isinstance(self.input, list):
+            yield (piece for item in self.input for piece in _pieces(item))
+        elif isinstance(self.input, str):
+            yield _text(self.input)
         yield from map(_prompt, self.prompts())
 
 

@@ -68,13 +68,16 @@ async def block_hashes(
 async def _token_ids(fields: PromptFields, encoder: Encoder | None) -> list[Any]:
     """Return the token ids of each prompt, or an empty list if some are unknown."""
     if fields.messages is not None:
+        tools = fields.template_tools or ()
+        # Only a worker can make a chat of Anthropic's body.
+        if fields.system is not None or not all("function" in tool for tool in tools):
+            return []
         if encoder is None or not isinstance(fields.messages, list):
             return []
-        template_tools = fields.template_tools or ()
-        if sum(len(str(one)) for one in (*fields.messages, *template_tools)) > MAX_CHARACTERS:
+        if sum(len(str(one)) for one in (*fields.messages, *tools)) > MAX_CHARACTERS:
             return []
         variables = template_variables(fields)
-        return [await encoder.encode_chat(fields.messages, variables, template_tools)]
+        return [await encoder.encode_chat(fields.messages, variables, tools)]
     found = []
     for prompt in fields.prompts():
         if not isinstance(prompt, str):

@@ -28,7 +28,15 @@ from kvflow.serve.engine.scheduler.params import (
     SamplingParams,
     TokenOut,
 )
-from kvflow.serve.http import anthropic, generate, openai, operations, role_switch, tokenize
+from kvflow.serve.http import (
+    anthropic,
+    generate,
+    openai,
+    openai_responses,
+    operations,
+    role_switch,
+    tokenize,
+)
 from kvflow.serve.http.completion_service import GenerationRequest, ModelCard, Report
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.pipeline import CompletionPipeline
@@ -320,6 +328,7 @@ class Role(Server):
             *generate.routes(self.pipeline),
             *openai.routes(self.pipeline),
             *anthropic.routes(self.pipeline),
+            *openai_responses.routes(self.pipeline),
             *tokenize.routes(self.pipeline),
             *aborts.routes(self.pipeline.choices),
             *operations.routes(self.pipeline, host="127.0.0.1", role_switch=self.role_switch),

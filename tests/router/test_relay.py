@@ -7,6 +7,7 @@ import gc
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -55,7 +56,8 @@ class Out(web.StreamResponse):
 
 
 async def relay(out: Out, pieces: list[Any]) -> None:
-    answer = ClientAnswer(None, RouterMeasures())  # type: ignore[arg-type]
+    asked = SimpleNamespace(path="/generate")
+    answer = ClientAnswer(asked, RouterMeasures())  # type: ignore[arg-type]
     answer._stream = out
     await answer.relay(_Decode(pieces), None)  # type: ignore[arg-type]
 

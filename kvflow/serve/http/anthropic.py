@@ -33,7 +33,7 @@ from kvflow.serve.http.schemas import (
     TopK,
 )
 from kvflow.serve.http.tokenize import read_body
-from kvflow.serve.http.tools.answers import AnswerSoFar, Block
+from kvflow.serve.http.tools.answers import Block
 from kvflow.serve.http.tools.choice import MAX_NAME
 from kvflow.serve.http.tools.conversion import as_object, renamed, rendezvous_of
 from kvflow.serve.http.tools.parts import Part

@@ -25,6 +25,7 @@ BODIES = {
     "d": "/detokenize",
     "m": "/v1/messages",
     "e": "/v1/messages/count_tokens",
+    "r": "/v1/responses",
 }
 SOURCES = {"A": "Anthropic", "O": "OpenAI", "S": "SGLang", "V": "vLLM", "K": "kvflow"}
 _LETTERS = {name: letter for names in (BODIES, SOURCES) for letter, name in names.items()}

@@ -20,7 +20,15 @@ from kvflow.http.tracing import check_collector, tracing_to
 from kvflow.protocols.errors import KvflowError, MisuseError
 from kvflow.serve.config.catalog import FIELDS_OF_ROLE
 from kvflow.serve.config.settings import Role, Settings
-from kvflow.serve.http import anthropic, generate, openai, operations, role_switch, tokenize
+from kvflow.serve.http import (
+    anthropic,
+    generate,
+    openai,
+    openai_responses,
+    operations,
+    role_switch,
+    tokenize,
+)
 from kvflow.serve.http.completion_service import CompletionService
 from kvflow.serve.http.engine_services import PrefillService
 from kvflow.serve.http.metrics import RoleMetrics
@@ -241,6 +249,7 @@ async def _serve(
         *generate.routes(pipeline),
         *openai.routes(pipeline),
         *anthropic.routes(pipeline),
+        *openai_responses.routes(pipeline),
         *tokenize.routes(pipeline),
         *aborts.routes(pipeline.choices),
         *operations.routes(pipeline, host=settings.host, role_switch=switch),

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import openai.types
 import openai.types.chat
+import openai.types.responses
 import pytest
 
 from kvflow.http.errors import RequestError
-from kvflow.serve.http import anthropic, fields, schemas
+from kvflow.serve.http import anthropic, fields, openai_responses, schemas
 from kvflow.serve.http.fields import BODIES, HARMLESS, REFUSED, SOURCES, TABLE, WORKS, Field
 
 STRUCTS: dict[str, type[msgspec.Struct]] = {
@@ -25,6 +26,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "d": schemas.DetokenizeRequest,
     "m": anthropic.MessagesRequest,
     "e": anthropic.CountTokensRequest,
+    "r": openai_responses.ResponsesRequest,
 }
 MINIMAL: dict[str, dict[str, Any]] = {
     "c": {"messages": [{"role": "user", "content": "a"}]},
@@ -34,6 +36,7 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "d": {"tokens": [1]},
     "m": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
     "e": {"messages": [{"role": "user", "content": "a"}]},
+    "r": {"input": "a"},
 }
 OUTER = {"s": ("g", "sampling_params"), "o": ("c", "stream_options")}
 
@@ -84,10 +87,12 @@ def test_what_works_is_what_is_parsed(body: str) -> None:
     [
         ("c", openai.types.chat.completion_create_params),
         ("t", openai.types.completion_create_params),
+        ("r", openai.types.responses.response_create_params),
     ],
 )
 def test_every_field_of_the_official_client_is_in_the_table(body: str, module: Any) -> None:
-    official = set(module.CompletionCreateParamsBase.__annotations__) | {"stream"}
+    base = "ResponseCreateParamsBase" if body == "r" else "CompletionCreateParamsBase"
+    official = set(getattr(module, base).__annotations__) | {"stream"}
     assert len(official) > 15
     assert official <= {
         field.name for rows in TABLE.values() for field in rows if body in field.bodies

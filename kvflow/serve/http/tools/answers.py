@@ -85,7 +85,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        reasoning: Parser | None,
+        reasoning: ReasoningParser | None,
         tools: Parser | None,
         *,
         shows_reasoning: bool = True,
@@ -94,6 +94,11 @@ class AnswerParser:
         self._reasoning, self._tools = reasoning, tools
         self._shows, self._streams = shows_reasoning, streams_reasoning
         self._kept: list[str] = []
+
+    @property
+    def reasons(self) -> bool:
+        """True while the model writes reasoning."""
+        return self._reasoning is not None and self._reasoning.reasons
 
     def feed(self, text: str) -> list[Part]:
         parts = self._reasoning.feed(text) if self._reasoning else [Part("content", text)]

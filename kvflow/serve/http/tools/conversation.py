@@ -66,14 +66,15 @@ def _call_for_template(where: str, call: Any) -> dict[str, Any]:
         raise RequestError(f"{param} must be a string", param=param)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _decoded(f"{where}.function.arguments", arguments)
+        arguments = decoded_arguments(f"{where}.function.arguments", arguments)
     elif arguments is not None and not isinstance(arguments, dict):
         param = f"{where}.function.arguments"
         raise RequestError(f"{param} must be a string of JSON", param=param)
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
-def _decoded(where: str, text: str) -> dict[str, Any]:
+def decoded_arguments(where: str, text: str) -> dict[str, Any]:
+    """Decode a call's arguments. Raises: RequestError that names the field `where`."""
     # Clients send an empty text for a function without parameters.
     if not text.strip():
         return {}

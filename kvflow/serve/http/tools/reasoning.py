@@ -44,6 +44,11 @@ class ReasoningParser:
         self._held = ""
         self._empty = True  # the reasoning has no character yet
 
+    @property
+    def reasons(self) -> bool:
+        """True after the tag that opens the reasoning, and before the one that closes it."""
+        return self._state == "reasoning"
+
     def feed(self, text: str) -> list[Part]:
         text, self._held = self._held + text, ""
         if self._state == "beginning":

@@ -76,6 +76,7 @@ class Turns:
     def __init__(self, reading: AnswerReading, choices: int, *, stream: bool) -> None:
         self._parsers = [reading.parser() for _ in range(choices)]
         self._found = [AnswerSoFar(reading) for _ in range(choices)]
+        self.reasoning_tokens = 0  # those that wrote reasoning and its tags, in all choices
         # Parts of the deltas that a stream has not sent yet, by choice.
         self._unsent: list[deque[list[PartOfBlock]]] | None = None
         if stream:
@@ -83,7 +84,10 @@ class Turns:
 
     def add(self, index: int, delta: Delta) -> None:
         parser = self._parsers[index]
+        reasons = parser.reasons
         parts = parser.feed(delta.text)
+        if reasons or parser.reasons:
+            self.reasoning_tokens += len(delta.tokens)
         if delta.finish is not None:
             parts += parser.finish()
         found = [(self._found[index].add(part), part) for part in parts]

@@ -1,0 +1,102 @@
+"""The schema of a forced call."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kvflow.serve.http.tools.answers import AnswerReading, AnswerSoFar
+from kvflow.serve.http.tools.choice import NO_TOOLS, ToolUse, tool_use
+
+TREE = {
+    "type": "object",
+    "properties": {"root": {"$ref": "#/$defs/node"}, "again": {"$ref": "#"}},
+    "required": ["root"],
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {"next": {"$ref": "#/$defs/node"}, "n": {"type": "integer"}},
+            "required": ["n"],
+        }
+    },
+}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "walk", "parameters": TREE}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+
+
+def use(choice: Any, *, parallel: bool | None = None) -> ToolUse:
+    return tool_use(TOOLS, choice, parallel=parallel)
+
+
+def valid(schema: dict[str, Any], answer: Any) -> bool:
+    return jsonschema.Draft202012Validator(schema).is_valid(answer)
+
+
+def test_a_named_function_is_called_once() -> None:
+    chosen = use({"type": "function", "function": {"name": "stop"}})
+    assert json.loads(chosen.forced_schema_text()) == {
+        "type": "array",
+        "items": {
+            "type": "object",
+            "properties": {"name": {"const": "stop"}, "parameters": {"$ref": "#/$defs/0"}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        },
+        "minItems": 1,
+        "maxItems": 1,
+        "$defs": {"0": {"type": "object", "properties": {}}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("parallel", "answer", "fits"),
+    [
+        (None, [{"name": "stop", "parameters": {}}], True),
+        (None, [{"name": "walk", "parameters": {"root": {"n": 1, "next": {"n": 2}}}}], True),
+        # References of a function's schema point into that schema.
+        (None, [{"name": "walk", "parameters": {"root": {"n": 1, "next": {"n": "2"}}}}], False),
+        (None, [{"name": "walk", "parameters": {"root": {"n": 1}, "again": {}}}], False),
+        (
+            None,
+            [{"name": "walk", "parameters": {"root": {"n": 1}, "again": {"root": {"n": 1}}}}],
+            True,
+        ),
+        (None, [{"name": "walk", "parameters": {}}], False),
+        (None, [{"name": "run", "parameters": {}}], False),
+        (None, [], False),
+        (None, [{"name": "stop", "parameters": {}}] * 3, True),
+        (False, [{"name": "stop", "parameters": {}}] * 2, False),
+    ],
+)
+def test_required_calls_fit_one_of_the_functions(
+    parallel: bool | None, answer: Any, fits: bool
+) -> None:
+    schema = use("required", parallel=parallel).forced_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert valid(schema, answer) == fits
+
+
+def test_what_the_schema_forces_is_read_as_calls() -> None:
+    reading = AnswerReading(use=use("required"))
+    parser, found = reading.parser(), AnswerSoFar(reading)
+    answer = [
+        {"name": "walk", "parameters": {"root": {"n": 1}}},
+        {"name": "stop", "parameters": {}},
+    ]
+    for part in [*parser.feed(json.dumps(answer, indent=1)), *parser.finish()]:
+        found.add(part)
+    assert [(call.name, json.loads(call.text)) for call in found.calls] == [
+        (call["name"], call["parameters"]) for call in answer
+    ]
+    assert found.text("content") == ""
+
+
+@pytest.mark.parametrize("choice", [None, "", "auto", "none"])
+def test_nothing_is_forced_where_the_model_may_choose(choice: str | None) -> None:
+    assert use(choice).forced == ()
+    assert (use(choice) == NO_TOOLS) == (choice == "none")
