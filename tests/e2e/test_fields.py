@@ -28,8 +28,10 @@ pytestmark = pytest.mark.xdist_group("fields")  # one fleet for the module
 in_one_loop = pytest.mark.asyncio(loop_scope="module")
 TEMPLATE = (
     "{{ lead }}{{ reasoning_effort }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% if enable_thinking is false %} at once{% endif %}"
 )
-PROMPTED = "{% if add_generation_prompt %} =>{% endif %}"
+PROMPTED = "{% if add_generation_prompt %} =>{{ tail }}{% endif %}"
 PROMPT = DEMO_PROMPTS[0]
 EOS = 2
 PART = 170  # the first byte of a character of three
@@ -40,9 +42,19 @@ PATHS = {
     "g": "/generate",
     "k": "/tokenize",
     "d": "/detokenize",
+    "m": "/v1/messages",
+    "e": "/v1/messages/count_tokens",
+    "r": "/v1/responses",
 }
+CHAT = [{"role": "user", "content": PROMPT}]
 OUTER = {"s": "g", "o": "t"}
-LIMITS = {"c": "max_tokens", "t": "max_tokens", "s": "max_new_tokens"}
+LIMITS = {
+    "c": "max_tokens",
+    "t": "max_tokens",
+    "s": "max_new_tokens",
+    "m": "max_tokens",
+    "r": "max_output_tokens",
+}
 
 
 class Service:
@@ -72,6 +84,9 @@ class Service:
             "g": {"text": PROMPT, "sampling_params": sampling},
             "k": {"prompt": PROMPT},
             "d": {"tokens": [EOS, 300]},
+            "m": {"messages": CHAT, "temperature": 0, "max_tokens": 6},
+            "e": {"messages": CHAT},
+            "r": {"input": PROMPT, "temperature": 0, "max_output_tokens": 6},
         }
         drop = {
             "g": "text" if "input_ids" in fields else "",
@@ -127,19 +142,29 @@ def text_of(answer: Any) -> str:
             or choice.get("message", choice.get("delta", {})).get("content")
             or ""
         )
+    if "input_tokens" in answer:  # a count
+        return str(answer["input_tokens"])
+    blocks = answer.get("content") or answer.get("output")
+    if isinstance(blocks, list):
+        return "".join(str(block.get("text") or block["content"][0]["text"]) for block in blocks)
     return str(answer.get("text", answer.get("tokens")))
 
 
 def count_of(answer: Any) -> int:
+    if "usage" not in answer:
+        return int(answer["meta_info"]["completion_tokens"])
+    usage = answer["usage"]
     return int(
-        answer["usage"]["completion_tokens"]
-        if "usage" in answer
-        else answer["meta_info"]["completion_tokens"]
+        usage["completion_tokens"] if "completion_tokens" in usage else usage["output_tokens"]
     )
 
 
 def prompt_count(answer: Any) -> int:
-    return int(answer["usage"]["prompt_tokens"] if "usage" in answer else answer.get("count", 0))
+    usage = answer.get("usage", answer)
+    # Anthropic counts cached tokens apart from the others.
+    cached = usage.get("cache_read_input_tokens", 0)
+    names = ("prompt_tokens", "input_tokens", "count")
+    return cached + next((int(usage[name]) for name in names if name in usage), 0)
 
 
 def id_of(answer: Any) -> str:
@@ -163,7 +188,12 @@ def model_dir(path: Path) -> Path:
 async def service(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Service]:
     path = model_dir(tmp_path_factory.mktemp("fields") / "model")
     async with (
-        running(model_path=str(path), served_model_name="kvflow-fields") as fleet,
+        running(
+            model_path=str(path),
+            served_model_name="kvflow-fields",
+            tool_call_parser="hermes",
+            reasoning_parser="qwen3",
+        ) as fleet,
         openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0) as client,
         aiohttp.ClientSession() as session,
     ):
@@ -187,7 +217,7 @@ def of(*names: str) -> Callable[[Check], Check]:
     return register
 
 
-@of("ctkd:model")
+@of("ctkdmer:model")
 async def _model(on: Service, body: str, name: str) -> None:
     await on.ask(body, model="default")
     try:
@@ -198,14 +228,14 @@ async def _model(on: Service, body: str, name: str) -> None:
         raise AssertionError("another model was served")
 
 
-@of("ck:messages", "t:prompt", "k:prompt", "g:text", "g:input_ids", "d:tokens")
+@of("ckme:messages", "t:prompt", "k:prompt", "g:text", "g:input_ids", "d:tokens", "r:input")
 async def _prompts(on: Service, body: str, name: str) -> None:
     text = DEMO_PROMPTS[1]
     ids = TOKENIZER.encode(text)
     if body == "d":
         assert (await on.ask("d", tokens=ids))["text"] == TOKENIZER.decode(ids)
-    elif name == "messages":
-        answer = await on.ask(body, messages=[{"role": "user", "content": text}])
+    elif name in ("messages", "input"):
+        answer = await on.ask(body, **{name: [{"role": "user", "content": text}]})
         assert prompt_count(answer) == len(TOKENIZER.encode(text + " =>"))
     elif body == "k":
         assert (await on.ask("k", prompt=text))["tokens"] == ids
@@ -223,7 +253,7 @@ async def _lists_of_sampling(on: Service, body: str, name: str) -> None:
     assert [count_of(answer) for answer in answers] == [1, 3]
 
 
-@of("ct:max_tokens", "c:max_completion_tokens", "s:max_new_tokens")
+@of("ctm:max_tokens", "c:max_completion_tokens", "s:max_new_tokens", "r:max_output_tokens")
 async def _limits(on: Service, body: str, name: str) -> None:
     assert count_of(await on.ask(body, **{name: 3})) == 3
 
@@ -235,6 +265,17 @@ async def _choices(on: Service, body: str, name: str) -> None:
 
 
 HOT = {"temperature": 3.0, "top_k": -1}
+
+
+@of("m:temperature", "m:top_p", "m:top_k", "r:temperature", "r:top_p")
+async def _greedy_limits_of_the_model(on: Service, body: str, name: str) -> None:
+    """Without a seed, an answer that is drawn may be any. The model's own top_k is 1."""
+    greedy = text_of(await on.ask(body))
+    hot: dict[str, Any] = {"temperature": 3.0, **({"top_k": -1} if body == "m" else {})}
+    value = {"temperature": 0, "top_p": 1e-6, "top_k": 1}[name]
+    assert text_of(await on.ask(body, **{**hot, name: value})) == greedy
+    with pytest.raises(AssertionError, match=f"400.*{name}"):
+        await on.ask(body, **{name: -5})
 
 
 @of("cts:temperature", "cts:top_p", "cts:top_k", "cts:min_p")
@@ -259,6 +300,74 @@ async def _stop_strings(on: Service, body: str, name: str) -> None:
     answer = await on.ask(body, stop=[stop], **({name: True} if kept else {}))
     end = whole.index(stop) + (len(stop) if kept else 0)
     assert text_of(answer) == whole[:end]
+
+
+@of("m:stop_sequences")
+async def _stop_sequences(on: Service, body: str, name: str) -> None:
+    whole = text_of(await on.ask(body))
+    stop = whole[2:4]
+    answer = await on.ask(body, stop_sequences=[stop])
+    assert (text_of(answer), answer["stop_sequence"]) == (whole[: whole.index(stop)], stop)
+
+
+TOOL = {"function": {"name": "weather"}, "type": "function"}
+TOOLS = {
+    "c": TOOL,
+    "k": TOOL,
+    "r": {"type": "function", "name": "weather"},
+    **{body: {"name": "weather", "input_schema": {}} for body in "me"},
+}
+
+
+@of("ckmer:tools", "cmer:tool_choice", "cr:parallel_tool_calls")
+async def _tools(on: Service, body: str, name: str) -> None:
+    """The template gets them, unless no call is wanted. This model calls none of them."""
+    given = {"tools": [TOOLS[body]], **({"messages": CHAT} if body == "k" else {})}
+    without = {"messages": CHAT} if body == "k" else {}
+    choice: Any = {"tools": "auto", "tool_choice": "none"}.get(name, "auto")
+    asked = {"tool_choice": {"type": choice} if body in "me" else choice} if body != "k" else {}
+    more = {name: False} if name == "parallel_tool_calls" else {}
+    answer = await on.ask(body, **given, **asked, **more)
+    shown = "" if name == "tool_choice" else "weather"
+    assert prompt_count(answer) == len(TOKENIZER.encode(f"{PROMPT}{shown} =>"))
+    assert prompt_count(await on.ask(body, **without)) == len(TOKENIZER.encode(f"{PROMPT} =>"))
+    wrong: Any = {"tools": [{"type": "browser"}], "tool_choice": "other", name: "other"}[name]
+    with pytest.raises((openai.BadRequestError, AssertionError), match=f"400.*{name}"):
+        await on.ask(body, **{**given, name: wrong})
+
+
+@of("me:system", "r:instructions")
+async def _system(on: Service, body: str, name: str) -> None:
+    answer = await on.ask(body, **{name: "first "})
+    assert prompt_count(answer) == len(TOKENIZER.encode(f"first {PROMPT} =>"))
+
+
+@of("me:thinking", "r:reasoning", "r:metadata")
+async def _options(on: Service, body: str, name: str) -> None:
+    if name == "metadata":
+        assert (await on.ask(body, metadata={"a": "b"}))["metadata"] == {"a": "b"}
+        return
+    value = {"thinking": {"type": "disabled"}, "reasoning": {"effort": "low"}}[name]
+    prompt = f"{PROMPT} at once =>" if name == "thinking" else f"low{PROMPT} =>"
+    assert prompt_count(await on.ask(body, **{name: value})) == len(TOKENIZER.encode(prompt))
+
+
+@of("c:include_reasoning", "c:separate_reasoning", "c:stream_reasoning")
+async def _reasoning(on: Service, body: str, name: str) -> None:
+    """The prompt opens the reasoning, and the answer does not close it."""
+    opened = {"chat_template_kwargs": {"tail": "<think>"}}
+    message = (await on.ask(body, **opened))["choices"][0]["message"]
+    assert message["content"] == "" and len(message["reasoning_content"].split()) > 1
+    if name == "stream_reasoning":
+        chunks = await on.ask(body, **opened, stream=True, stream_reasoning=False)
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        pieces = [one["reasoning_content"] for one in deltas if "reasoning_content" in one]
+        assert pieces == [message["reasoning_content"]]
+        return
+    changed = (await on.ask(body, **opened, **{name: False}))["choices"][0]["message"]
+    assert "reasoning_content" not in changed
+    content = "" if name == "include_reasoning" else message["reasoning_content"]
+    assert changed["content"].strip() == content.strip()
 
 
 @of("cts:stop_token_ids", "cts:ignore_eos", "cts:logit_bias", "cts:skip_special_tokens")
@@ -447,6 +556,15 @@ async def _prompt_logprobs(on: Service, body: str, name: str) -> None:
         )
 
 
+@of("mr:stream")
+async def _named_events(on: Service, body: str, name: str) -> None:
+    events = await on.ask(body, stream=True)
+    lines = [line.removeprefix("data: ") for line in events.split("\n") if line.startswith("data")]
+    deltas = [json.loads(line).get("delta") for line in lines]
+    pieces = [one.get("text", "") if isinstance(one, dict) else one for one in deltas if one]
+    assert "".join(pieces) == text_of(await on.ask(body))
+
+
 @of("ctg:stream", "ct:stream_options", "o:include_usage", "o:continuous_usage_stats")
 async def _streams(on: Service, body: str, name: str) -> None:
     if body == "g":
@@ -525,7 +643,7 @@ async def _hidden_states(on: Service, body: str, name: str) -> None:
     assert "hidden_states" not in (await on.ask("g", return_hidden_states=False))["meta_info"]
 
 
-@of("ctg:priority")
+@of("ctgmr:priority")
 async def _priority(on: Service, body: str, name: str) -> None:
     """It decides who waits, never what is generated; through the router,
     both legs know its limits.
@@ -536,7 +654,7 @@ async def _priority(on: Service, body: str, name: str) -> None:
         await on.ask(body, priority=1 << 63)
 
 
-@of("ctg:cache_salt", "ctg:extra_key")
+@of("ctgmr:cache_salt", "ctgmr:extra_key")
 async def _salts(on: Service, body: str, name: str) -> None:
     """They say what may be shared (tests/serve/http/test_prefixes.py), never what is generated;
     both legs check them.
@@ -548,7 +666,9 @@ async def _salts(on: Service, body: str, name: str) -> None:
         await on.ask(body, **{name: "a" * 513})
 
 
-@of("ctg:bootstrap_host", "ctg:bootstrap_port", "ctg:bootstrap_room", "ctg:compute_prompt")
+@of(
+    "ctgmr:bootstrap_host", "ctgmr:bootstrap_port", "ctgmr:bootstrap_room", "ctgmr:compute_prompt"
+)
 async def _meeting(on: Service, body: str, name: str) -> None:
     """The router's own are the ones that count."""
     lie = {
@@ -560,7 +680,7 @@ async def _meeting(on: Service, body: str, name: str) -> None:
     assert text_of(await on.ask(body, **{name: lie})) == text_of(await on.ask(body))
 
 
-@of("ctg:routed_dp_rank", "ctg:data_parallel_rank", "ctg:disagg_prefill_dp_rank")
+@of("ctgmr:routed_dp_rank", "ctgmr:data_parallel_rank", "ctgmr:disagg_prefill_dp_rank")
 async def _groups(on: Service, body: str, name: str) -> None:
     """Both roles of a fleet are one group each;
     either leg's word may be the one that comes first.
