@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,8 +12,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from kvflow.serve.engine.model.grammars import Grammars
 from kvflow.serve.engine.scheduler.limits import EngineLimits
-from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.tools.answers import OutputFormats, formats_of
 from tests.fakes.servers import Front
@@ -52,6 +54,10 @@ def byte_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
     return found
 
 
+def grammars_of(tokenizer: Any) -> Grammars:
+    return Grammars(tokenizer, 300, frozenset({tokenizer.convert_tokens_to_ids(END)}))
+
+
 class WritingService(FakeService):
     """Its model writes `answer`, whatever the prompt is, and ends with the token of `END`."""
 
@@ -63,17 +69,17 @@ class WritingService(FakeService):
         self._tokenizer = tokenizer
 
     async def tokens(self, request: GenerationRequest) -> AsyncGenerator[TokenOut, None]:
-        self._written = self._tokenizer.encode(self.answer + END, add_special_tokens=False)
-        self._at = 0
-        async for token in super().tokens(request):
-            yield token
-
-    def _token(self, token: int, params: SamplingParams, reason: Any) -> TokenOut:
-        del token
-        found = self._written[self._at]
-        self._at += 1
-        ends = self._at == len(self._written)
-        return TokenOut(found, -0.5, finish_reason="stop" if ends else reason)
+        written = self._tokenizer.encode(self.answer + END, add_special_tokens=False)
+        async with contextlib.aclosing(super().tokens(request)) as tokens:
+            at = 0
+            async for token in tokens:
+                at += 1
+                ends = "stop" if at == len(written) else token.finish_reason
+                yield msgspec.structs.replace(
+                    token, token_id=written[at - 1], finish_reason=ends, matched_stop=None
+                )
+                if ends == "stop":
+                    return
 
     def prompt(self) -> str:
         """Return the text of the last prompt."""
@@ -100,14 +106,17 @@ async def writing(
 ) -> AsyncIterator[Written]:
     """Yield a pair behind a router. Without `formats`, they fit the template."""
     tokenizer, meeting = byte_tokenizer(template), Meeting()
+    grammars = grammars_of(tokenizer)
     options: Any = {
         "tokenizer": tokenizer,
         "formats": formats or formats_of("auto", "off", tokenizer),
+        "grammars": grammars,
         **more,
     }
-    async with (
-        Role(WritingService("prefill", meeting, tokenizer), **options) as prefill,
-        Role(WritingService("decode", meeting, tokenizer), **options) as decode,
-        Front([prefill], [decode], retry_timeout_s=0) as front,
-    ):
-        yield Written(front, prefill, decode)
+    with contextlib.closing(grammars):
+        async with (
+            Role(WritingService("prefill", meeting, tokenizer), **options) as prefill,
+            Role(WritingService("decode", meeting, tokenizer), **options) as decode,
+            Front([prefill], [decode], retry_timeout_s=0) as front,
+        ):
+            yield Written(front, prefill, decode)

@@ -9,11 +9,12 @@ import msgspec
 
 from kvflow.http.errors import RequestError
 from kvflow.http.prompt_fields import PromptIds, template_variables
+from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.http.completion import Delta
 from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.generation_requests import generation_requests, params_of_chat
 from kvflow.serve.http.schemas import ChatRequest
-from kvflow.serve.http.tools.answers import AnswerReading, AnswerSoFar, check_use
+from kvflow.serve.http.tools.answers import PLAIN, AnswerReading, AnswerSoFar, check_use
 from kvflow.serve.http.tools.choice import tool_use
 from kvflow.serve.http.tools.parts import Part
 from kvflow.serve.http.tools.reasoning import PROMPT_END
@@ -30,9 +31,6 @@ async def read_chat(
     """Return a chat's prompt, and how its answers are read. Raises: RequestError."""
     use = tool_use(body.tools, body.tool_choice, parallel=body.parallel_tool_calls)
     formats = pipeline.formats
-    if use.forced:
-        text = "tool_choice: this server cannot force a call; leave it out, or send auto or none"
-        raise RequestError(text, param="tool_choice")
     prompt = await pipeline.tokenizer.encode_chat(
         body.messages, template_variables(body), use.given
     )
@@ -67,6 +65,15 @@ async def chat_requests(
     params = params_of_chat(body, prompt, bad_words, limits)
     if reading.needs_marks:
         params = msgspec.structs.replace(params, skip_special_tokens=False)
+    if reading.use.forced:
+        if params.grammar is not None:
+            text = "tool_choice: it and another field both restrict the answer; send one of them"
+            raise RequestError(text, param="tool_choice")
+        grammar = Grammar("json_schema", reading.use.forced_schema_text())
+        params = msgspec.structs.replace(params, grammar=grammar)
+    elif params.grammar is not None:
+        # The grammar holds from the first token on, so neither reasoning nor a call precedes it.
+        reading = msgspec.structs.replace(reading, formats=PLAIN)
     return generation_requests(body, [prompt], [params], choices, limits), reading
 
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from kvflow.serve.http.tools.answers import formats_of
+from tests.fakes.service import Role
 from tests.fakes.written import SPECIAL, TEMPLATE, Written, byte_tokenizer, writing
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -158,6 +159,51 @@ async def test_none_means_that_the_model_is_offered_no_tool(
     assert "get_weather" not in written.prompt()
 
 
+NAMED: Any = {"type": "function", "function": {"name": "get_time"}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_forced_call_is_bound_to_its_schema(
+    written: Written, asked: openai.AsyncOpenAI, choice: Any, stream: bool
+) -> None:
+    written.writes('[{"name": "get_time", "parameters": {"zone": "UTC"}}]')
+    given: Any = {"messages": CHAT, "tools": [WEATHER, TIME], "tool_choice": choice}
+    if stream:
+        async with asked.chat.completions.stream(model="fake", **given) as chunks:
+            async for _ in chunks:
+                pass
+            answer: Any = await chunks.get_final_completion()
+    else:
+        answer = await asked.chat.completions.create(model="fake", **given)
+    (found,) = answer.choices
+    (call,) = functions(found.message)
+    assert (found.finish_reason, found.message.content or None) == ("tool_calls", None)
+    assert (call.function.name, call.function.arguments) == ("get_time", '{"zone": "UTC"}')
+    # Both legs mask with the same grammar: prefill the first token, decode the others.
+    grammars = [role.service.requests[0].params.grammar for role in both(written)]
+    assert grammars[0] == grammars[1] and grammars[0] is not None
+    names = {"get_time"} if choice is NAMED else {"get_weather", "get_time"}
+    assert {name for name in ("get_weather", "get_time") if name in grammars[0].text} == names
+
+
+def both(written: Written) -> list[Role]:
+    return [written.prefill, written.decode]
+
+
+async def test_a_grammar_leaves_neither_reasoning_nor_calls_to_read() -> None:
+    formats = formats_of("auto", "deepseek_r1", byte_tokenizer())
+    async with writing(formats) as written, client_of(written) as asked:
+        written.writes('{"a": 1}')
+        answer = await asked.chat.completions.create(
+            model="fake",
+            messages=CHAT,
+            tools=[WEATHER],
+            response_format={"type": "json_object"},
+        )
+        assert answer.choices[0].message.content == '{"a": 1}'
+
+
 async def test_the_results_of_calls_are_in_the_next_prompt(
     written: Written, asked: openai.AsyncOpenAI
 ) -> None:
@@ -204,6 +250,15 @@ async def test_the_results_of_calls_are_in_the_next_prompt(
         ({"tools": [WEATHER, WEATHER]}, "tools[1].function.name", "twice"),
         ({"tools": [WEATHER], "tool_choice": "sometimes"}, "tool_choice", "'sometimes'"),
         ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": "required",
+                "response_format": {"type": "json_object"},
+            },
+            "tool_choice",
+            "both restrict",
+        ),
         (
             {
                 "tools": [WEATHER],

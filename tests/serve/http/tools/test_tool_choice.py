@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 import jsonschema
 import pytest
 
+from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.http.tools.answers import AnswerReading, AnswerSoFar
 from kvflow.serve.http.tools.choice import NO_TOOLS, ToolUse, tool_use
+from tests.fakes.written import END, byte_tokenizer, grammars_of
 
 TREE = {
     "type": "object",
@@ -94,6 +97,27 @@ def test_what_the_schema_forces_is_read_as_calls() -> None:
         (call["name"], call["parameters"]) for call in answer
     ]
     assert found.text("content") == ""
+
+
+@pytest.mark.parametrize(
+    ("answer", "fits"),
+    # The library wants the fields of an object in the order of its schema.
+    [
+        ([{"name": "walk", "parameters": {"root": {"next": {"n": 2}, "n": 1}}}], True),
+        ([{"name": "walk", "parameters": {"root": {"next": {"n": "2"}, "n": 1}}}], False),
+        ([{"name": "stop", "parameters": {}}, {"name": "stop", "parameters": {}}], True),
+        ([{"name": "run", "parameters": {}}], False),
+        ([], False),
+    ],
+)
+def test_the_schema_can_be_enforced(answer: Any, fits: bool) -> None:
+    tokenizer = byte_tokenizer()
+    with contextlib.closing(grammars_of(tokenizer)) as grammars:
+        grammar = Grammar("json_schema", use("required").forced_schema_text())
+        matcher = grammars.matcher(grammar)
+        ids = tokenizer.encode(json.dumps(answer) + END)
+        assert all(matcher.allowed(ids[:at])[one] for at, one in enumerate(ids)) == fits
+        assert matcher.error == ""
 
 
 @pytest.mark.parametrize("choice", [None, "", "auto", "none"])
