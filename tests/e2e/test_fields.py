@@ -331,15 +331,55 @@ async def _tools(on: Service, body: str, name: str) -> None:
     shown = "" if name == "tool_choice" else "weather"
     assert prompt_count(answer) == len(TOKENIZER.encode(f"{PROMPT}{shown} =>"))
     assert prompt_count(await on.ask(body, **without)) == len(TOKENIZER.encode(f"{PROMPT} =>"))
+    if name == "tool_choice" and body != "e":
+        await _forced_call(on, body)
     wrong: Any = {"tools": [{"type": "browser"}], "tool_choice": "other", name: "other"}[name]
     with pytest.raises((openai.BadRequestError, AssertionError), match=f"400.*{name}"):
         await on.ask(body, **{**given, name: wrong})
+
+
+async def _forced_call(on: Service, body: str) -> None:
+    """The model, left alone, writes no JSON at all."""
+    schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    tool: Any = {"type": "function", "name": "weather", "parameters": schema}
+    choice: Any = "required"
+    if body == "c":
+        tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    elif body == "m":
+        tool, choice = {"name": "weather", "input_schema": schema}, {"type": "any"}
+    answer = await on.ask(body, tools=[tool], tool_choice=choice, **{LIMITS[body]: 600})
+    if body == "c":
+        message = answer["choices"][0]["message"]
+        found = [call["function"] for call in message["tool_calls"]]
+    else:
+        found = answer["content" if body == "m" else "output"]
+    assert found
+    for call in found:
+        arguments = call.get("arguments", "{}")
+        assert (call["name"], arguments.strip("{} \r\n\t"), call.get("input", {})) == (
+            ("weather", "", {})
+        )
 
 
 @of("me:system", "r:instructions")
 async def _system(on: Service, body: str, name: str) -> None:
     answer = await on.ask(body, **{name: "first "})
     assert prompt_count(answer) == len(TOKENIZER.encode(f"first {PROMPT} =>"))
+
+
+FORMAT = {"format": {"type": "json_schema", "name": "a", "schema": {"const": "so"}}}
+
+
+@of("me:output_config", "r:text")
+async def _formats(on: Service, body: str, name: str) -> None:
+    if body == "e":
+        answer = await on.ask(body, output_config={"effort": "low"})
+        assert prompt_count(answer) == len(TOKENIZER.encode(f"low{PROMPT} =>"))
+        return
+    answer = await on.ask(body, **{name: FORMAT, LIMITS[body]: 100})
+    assert json.loads(text_of(answer)) == "so"
+    with pytest.raises(AssertionError, match=f"400.*{name}"):
+        await on.ask(body, **{name: {"format": {"type": "xml"}}})
 
 
 @of("me:thinking", "r:reasoning", "r:metadata")

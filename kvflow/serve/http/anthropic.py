@@ -32,6 +32,7 @@ from kvflow.serve.http.schemas import (
     Tokens,
     TopK,
 )
+from kvflow.serve.http.structured import JsonSchemaFormat, ResponseFormat
 from kvflow.serve.http.tokenize import read_body
 from kvflow.serve.http.tools.answers import Block
 from kvflow.serve.http.tools.choice import MAX_NAME
@@ -86,6 +87,16 @@ class _ToolChoice(msgspec.Struct, frozen=True):
     disable_parallel_tool_use: bool | None = None
 
 
+class _OutputFormat(msgspec.Struct, frozen=True):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = msgspec.field(name="schema")
+
+
+class _OutputConfig(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    format: _OutputFormat | None = None
+
+
 class _ThinkingConfig(msgspec.Struct, frozen=True):
     type: Literal["enabled", "disabled", "adaptive"]
 
@@ -101,6 +112,7 @@ class CountTokensRequest(Body, frozen=True, kw_only=True):
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
+    output_config: _OutputConfig | None = None
 
 
 class MessagesRequest(Rendezvous, frozen=True, kw_only=True):
@@ -114,6 +126,7 @@ class MessagesRequest(Rendezvous, frozen=True, kw_only=True):
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
     thinking: _ThinkingConfig | None = None
+    output_config: _OutputConfig | None = None
     max_tokens: Tokens
     stop_sequences: list[str] | None = None
     temperature: Temperature | None = None
@@ -124,7 +137,11 @@ class MessagesRequest(Rendezvous, frozen=True, kw_only=True):
 
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NAMES = {"stop": "stop_sequences", ".function.name": ".name"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    ".function.name": ".name",
+}
 _STOP_REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
 
 
@@ -137,6 +154,7 @@ def chat_of(body: MessagesRequest | CountTokensRequest) -> ChatRequest:
     if body.system:
         messages.insert(0, {"role": "system", "content": _joined(body.system)})
     choice, thinking = body.tool_choice, body.thinking
+    output = body.output_config or _OutputConfig()
     without = thinking is not None and thinking.type == "disabled"
     chat = ChatRequest(
         messages=messages,
@@ -146,6 +164,11 @@ def chat_of(body: MessagesRequest | CountTokensRequest) -> ChatRequest:
         # The variable by which templates with a switch for reasoning call it.
         chat_template_kwargs={"enable_thinking": False} if without else None,
         include_reasoning=not without,
+        reasoning_effort=output.effort,
+        response_format=output.format
+        and ResponseFormat(
+            type=output.format.type, json_schema=JsonSchemaFormat(schema_=output.format.schema_)
+        ),
     )
     if not isinstance(body, MessagesRequest):
         return chat

@@ -29,6 +29,7 @@ from kvflow.serve.http.schemas import (
     Temperature,
     Tokens,
 )
+from kvflow.serve.http.structured import JsonSchemaFormat, ResponseFormat
 from kvflow.serve.http.tools.choice import MAX_NAME, converted
 from kvflow.serve.http.tools.conversation import decoded_arguments
 from kvflow.serve.http.tools.conversion import renamed, rendezvous_of
@@ -92,6 +93,15 @@ class _ToolChoice(msgspec.Struct, frozen=True):
     name: str
 
 
+class _TextFormat(msgspec.Struct, frozen=True):
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | None = msgspec.field(default=None, name="schema")
+
+
+class _TextConfig(msgspec.Struct, frozen=True):
+    format: _TextFormat | None = None
+
+
 class _ReasoningConfig(msgspec.Struct, frozen=True):
     effort: str | None = None
 
@@ -109,6 +119,7 @@ class ResponsesRequest(Rendezvous, frozen=True, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: _ReasoningConfig | None = None
+    text: _TextConfig | None = None
     max_output_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: Share | None = None
@@ -120,6 +131,7 @@ class ResponsesRequest(Rendezvous, frozen=True, kw_only=True):
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
     ".function.name": ".name",
 }
 
@@ -142,11 +154,20 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        response_format=_response_format(body.text),
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         priority=body.priority,
         **rendezvous_of(body),
+    )
+
+
+def _response_format(text: _TextConfig | None) -> ResponseFormat | None:
+    if text is None or text.format is None:
+        return None
+    return ResponseFormat(
+        type=text.format.type, json_schema=JsonSchemaFormat(schema_=text.format.schema_)
     )
 
 
@@ -355,7 +376,7 @@ class ResponsesCall:
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": (body.text and body.text.format and body.text) or _PLAIN_TEXT,
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": body.top_p,
@@ -374,6 +395,7 @@ class ResponsesCall:
         }
 
 
+_PLAIN_TEXT = {"format": {"type": "text"}}
 _INCOMPLETE = {"length": "max_output_tokens", ABORT: "aborted"}
 _PREFIXES = {"content": "msg", "reasoning": "rs", "call": "fc"}
 

@@ -201,6 +201,24 @@ async def test_one_tool_use_where_they_must_not_be_parallel(written: Written) ->
         assert len(answer["content"]) == count
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
+async def test_a_forced_tool_use(written: Written, choice: dict[str, Any]) -> None:
+    written.writes('[{"name": "get_weather", "parameters": {"city": "Bern"}}]')
+    answer = await written.front.post("/v1/messages", {**ASKED, "tool_choice": choice})
+    assert without_ids(answer["content"]) == BLOCKS[2:]
+    assert answer["stop_reason"] == "tool_use"
+    assert written.decode.service.requests[0].params.grammar is not None
+
+
+async def test_an_answer_of_a_schema(written: Written) -> None:
+    written.writes('{"city": "Bern"}')
+    config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    answer = await written.front.post("/v1/messages", {**ASKED, "output_config": config})
+    assert answer["content"] == [{"type": "text", "text": '{"city": "Bern"}'}]
+    grammar = written.decode.service.requests[0].params.grammar
+    assert grammar is not None and json.loads(grammar.text) == SCHEMA
+
+
 async def test_an_input_that_is_cut_off_is_empty(written: Written) -> None:
     written.writes(CALL)
     answer = await written.front.post("/v1/messages", {**ASKED, "max_tokens": 50})

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
+import pydantic
 import pytest
 
 from kvflow.serve.http.tools.answers import formats_of
@@ -161,6 +162,25 @@ async def test_a_conversation_goes_on_with_all_its_items(
         "<|im_start|>assistant\nSun.<|im_end|>\n<|im_start|>user\nSo?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
+async def test_a_forced_call(written: Written, asked: openai.AsyncOpenAI, choice: Any) -> None:
+    written.writes('[{"name": "get_weather", "parameters": {"city": "Bern"}}]')
+    answer = await asked.responses.create(**ASKED, tool_choice=choice)
+    assert shown(answer.output) == OUTPUT[2:3]
+    assert written.decode.service.requests[0].params.grammar is not None
+
+
+async def test_an_answer_is_parsed(written: Written, asked: openai.AsyncOpenAI) -> None:
+    class Place(pydantic.BaseModel):
+        city: str
+
+    written.writes('{"city": "Bern"}')
+    answer = await asked.responses.parse(model="fake", input="Where?", text_format=Place)
+    assert answer.output_parsed == Place(city="Bern")
+    grammar = written.decode.service.requests[0].params.grammar
+    assert grammar is not None and json.loads(grammar.text)["required"] == ["city"]
 
 
 @pytest.mark.parametrize(
