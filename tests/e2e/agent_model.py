@@ -23,6 +23,8 @@ CALL = (
     *(f'"{CITY}"', "}}", "\n", "</tool_call>", END),
 )
 ANSWER = ("<|answer|>", "It is", " sunny in ", f"{CITY}.", END)
+# Where a grammar bans the next token of a script, the model ends what is open, the last one first.
+CLOSING = ("]", "}", '"')
 REASONING, TEXT, REPLY = "They ask for weather", "I look it up.", f"It is sunny in {CITY}."
 TEMPLATE = """
 {%- if tools %}{% for tool in tools %}{{ tool | tojson }}
@@ -68,8 +70,10 @@ def save_agent(folder: Path) -> Path:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         model.lm_head.weight.zero_()
+        for preference, text in enumerate(CLOSING, 1):
+            model.lm_head.weight[tokenizer.convert_tokens_to_ids(text)] = preference
         for script in (CALL, ANSWER):
-            ids = tokenizer.convert_tokens_to_ids(list(script))
+            ids = [tokenizer.convert_tokens_to_ids(text) for text in script]
             for token, after in itertools.pairwise(ids):
                 model.lm_head.weight[after, token] = 10.0
     model.save_pretrained(folder)

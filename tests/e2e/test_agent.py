@@ -53,18 +53,19 @@ async def by_chat(client: openai.AsyncOpenAI) -> None:
         async for _ in stream:
             pass
         streamed = await stream.get_final_completion()
-    for choice in (answer.choices[0], streamed.choices[0]):
-        message: Any = choice.message
+    choices: list[Any] = [answer.choices[0], streamed.choices[0]]
+    for choice in choices:
+        message = choice.message
         (call,) = message.tool_calls
         assert (choice.finish_reason, message.content) == ("tool_calls", TEXT)
         assert (call.function.name, json.loads(call.function.arguments)) == (
             "get_weather",
             {"city": CITY},
         )
-    message = answer.choices[0].message
-    assert message.model_extra == {"reasoning_content": REASONING}
-    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
-    last = await client.chat.completions.create(messages=[QUESTION, message, result], **asked)
+    first = choices[0].message
+    assert first.model_extra == {"reasoning_content": REASONING}
+    result: Any = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "sunny"}
+    last = await client.chat.completions.create(messages=[QUESTION, first, result], **asked)
     assert (last.choices[0].message.content, last.choices[0].finish_reason) == (REPLY, "stop")
 
 
@@ -74,7 +75,7 @@ async def by_responses(client: openai.AsyncOpenAI) -> None:
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call"]
     call: Any = answer.output[-1]
     assert json.loads(call.arguments) == {"city": CITY}
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
     async with client.responses.stream(input=[QUESTION, *answer.output, result], **asked) as stream:
         async for _ in stream:
             pass

@@ -162,7 +162,7 @@ def count_of(answer: Any) -> int:
 def prompt_count(answer: Any) -> int:
     usage = answer.get("usage", answer)
     # Anthropic counts cached tokens apart from the others.
-    cached = usage.get("cache_read_input_tokens", 0)
+    cached = int(usage.get("cache_read_input_tokens", 0))
     names = ("prompt_tokens", "input_tokens", "count")
     return cached + next((int(usage[name]) for name in names if name in usage), 0)
 

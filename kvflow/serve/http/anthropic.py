@@ -165,10 +165,7 @@ def chat_of(body: MessagesRequest | CountTokensRequest) -> ChatRequest:
         chat_template_kwargs={"enable_thinking": False} if without else None,
         include_reasoning=not without,
         reasoning_effort=output.effort,
-        response_format=output.format
-        and ResponseFormat(
-            type=output.format.type, json_schema=JsonSchemaFormat(schema_=output.format.schema_)
-        ),
+        response_format=_response_format(output.format),
     )
     if not isinstance(body, MessagesRequest):
         return chat
@@ -182,6 +179,12 @@ def chat_of(body: MessagesRequest | CountTokensRequest) -> ChatRequest:
         priority=body.priority,
         **rendezvous_of(body),
     )
+
+
+def _response_format(given: _OutputFormat | None) -> ResponseFormat | None:
+    if given is None:
+        return None
+    return ResponseFormat(type=given.type, json_schema=JsonSchemaFormat(schema_=given.schema_))
 
 
 def _joined(content: str | list[_Text] | None) -> str:

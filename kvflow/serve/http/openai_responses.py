@@ -376,7 +376,7 @@ class ResponsesCall:
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "temperature": body.temperature,
-            "text": (body.text and body.text.format and body.text) or _PLAIN_TEXT,
+            "text": body.text if body.text and body.text.format else _PLAIN_TEXT,
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": body.top_p,
