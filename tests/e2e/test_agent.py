@@ -67,6 +67,15 @@ async def by_chat(client: openai.AsyncOpenAI) -> None:
     result: Any = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "sunny"}
     last = await client.chat.completions.create(messages=[QUESTION, first, result], **asked)
     assert (last.choices[0].message.content, last.choices[0].finish_reason) == (REPLY, "stop")
+    # Left alone, this prompt would have an answer without a call.
+    forced: Any = await client.chat.completions.create(
+        messages=[QUESTION, first, result], tool_choice="required", **asked
+    )
+    (call,) = forced.choices[0].message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "get_weather",
+        {"city": ""},
+    )
 
 
 async def by_responses(client: openai.AsyncOpenAI) -> None:
