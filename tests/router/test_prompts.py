@@ -81,6 +81,22 @@ async def test_text_is_cut_into_chunks_of_bytes(seed: int) -> None:
     assert whole[:same] == other[:same]
 
 
+async def test_a_conversation_of_responses_goes_on_where_this_turn_ends(seed: int) -> None:
+    first = [said("user", words(seed, 300))]
+    before = await chain_of({"input": first})
+    assert before == (await chain_of({"input": [*first, said("user", "and?")]}))[: len(before)]
+    assert await chain_of({"input": words(seed, 300)})
+
+
+async def test_tools_that_a_template_does_not_get_separate_nothing(seed: int) -> None:
+    chat = {"messages": [said("user", words(seed, 300))]}
+    tools = [{"type": "function", "function": {"name": "a"}}]
+    plain = await chain_of(chat)
+    assert await chain_of({**chat, "tools": tools, "tool_choice": "auto"}) != plain
+    for none in ("none", {"type": "none"}):
+        assert await chain_of({**chat, "tools": tools, "tool_choice": none}) == plain
+
+
 @pytest.mark.parametrize(
     "field",
     [
@@ -89,6 +105,9 @@ async def test_text_is_cut_into_chunks_of_bytes(seed: int) -> None:
         {"extra_key": ["a"]},
         {"model": "a"},
         {"reasoning_effort": "a"},
+        {"tools": [{"type": "function"}]},
+        {"system": "a"},
+        {"instructions": "a"},
         {"chat_template_kwargs": {"a": 1}},
     ],
     ids=str,
