@@ -143,6 +143,25 @@ def _limit_threads(threads: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+TlsCa = Annotated[
+    str,
+    typer.Option(
+        "--tls-ca",
+        help="PEM file of the certificates that a server at an https:// URL must prove; the "
+        "system's when empty.",
+        envvar="KVFLOW_TLS_CA",
+    ),
+]
+TlsServerName = Annotated[
+    str,
+    typer.Option(
+        "--tls-server-name",
+        help="Name in the server's certificate, where it is not the host of its URL.",
+        envvar="KVFLOW_TLS_SERVER_NAME",
+    ),
+]
+
+
 @app.command()
 @_with_settings("prefill")
 def prefill(given: dict[str, Any], path: str | None) -> None:
@@ -228,15 +247,19 @@ def top(
             envvar="KVFLOW_ADMIN_API_KEY",
         ),
     ] = "",
+    tls_ca: TlsCa = "",
+    tls_server_name: TlsServerName = "",
 ) -> None:
     """Show what a router and its workers do, live in the terminal.
 
     The page at /ui of the router shows the same figures. Without a terminal, the pictures follow
     each other.
     """
-    from kvflow.top.following import show_top
+    from kvflow.http.tls import ClientContext
+    from kvflow.top.following import Source, show_top
 
-    show_top(url, admin_api_key, interval_s, once=once, as_json=as_json)
+    router = Source(url, admin_api_key, ClientContext(tls_ca, tls_server_name))
+    show_top(router, interval_s, once=once, as_json=as_json)
 
 
 @app.command()
@@ -323,23 +346,8 @@ def declare_dead(
             envvar="KVFLOW_ADMIN_API_KEY",
         ),
     ] = "",
-    tls_ca: Annotated[
-        str,
-        typer.Option(
-            "--tls-ca",
-            help="PEM file of the certificates that a decode at an https:// URL must prove; the "
-            "system's when empty.",
-            envvar="KVFLOW_TLS_CA",
-        ),
-    ] = "",
-    tls_server_name: Annotated[
-        str,
-        typer.Option(
-            "--tls-server-name",
-            help="Name in the decode's certificate, where it is not the host of its URL.",
-            envvar="KVFLOW_TLS_SERVER_NAME",
-        ),
-    ] = "",
+    tls_ca: TlsCa = "",
+    tls_server_name: TlsServerName = "",
     why: Annotated[
         str, typer.Option("--why", help="Reason, for the decode's log.")
     ] = "no reason given",

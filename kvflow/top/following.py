@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import ssl
 import sys
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import ExitStack, aclosing
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -30,8 +31,17 @@ _DATA = b"data: "
 _LOST = (LostError, aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError)
 
 
+class Source(NamedTuple):
+    """A router whose overview is shown."""
+
+    url: str
+    key: str
+    tls: ssl.SSLContext | None = None
+    """Verifies a router at an https:// URL; without it, the system's certificates do."""
+
+
 def show_top(
-    url: str, key: str, interval_s: float, *, once: bool = False, as_json: bool = False
+    router: Source, interval_s: float, *, once: bool = False, as_json: bool = False
 ) -> None:
     """Run `kvflow top`.
 
@@ -39,21 +49,22 @@ def show_top(
 
     Raises: MisuseError if the router refuses; LostError if one picture is wanted and none comes.
     """
-    if not url.startswith(("http://", "https://")):
-        raise MisuseError(f"--url: {url!r} is not an http:// or https:// URL")
-    url = url.rstrip("/")
+    if not router.url.startswith(("http://", "https://")):
+        raise MisuseError(f"--url: {router.url!r} is not an http:// or https:// URL")
+    router = router._replace(url=router.url.rstrip("/"))
     try:
         if once or as_json:
-            asyncio.run(_once(url, key, as_json=as_json))
+            asyncio.run(_once(router, as_json=as_json))
         else:
-            asyncio.run(_live(url, key, interval_s))
+            asyncio.run(_live(router, interval_s))
     except KeyboardInterrupt:
         return
 
 
-async def _once(url: str, key: str, *, as_json: bool = False) -> None:
+async def _once(router: Source, *, as_json: bool = False) -> None:
+    url = router.url
     try:
-        async with aclosing(snapshots(url, key)) as following:
+        async with aclosing(snapshots(router)) as following:
             # Rates need two looks.
             await anext(following)
             snapshot = await anext(following)
@@ -67,8 +78,9 @@ async def _once(url: str, key: str, *, as_json: bool = False) -> None:
         _print(screen(snapshot, url))
 
 
-async def _live(url: str, key: str, interval_s: float) -> None:
+async def _live(router: Source, interval_s: float) -> None:
     """Show the overview every `interval_s`, and go on after the router comes back."""
+    url = router.url
     console = Console()
     pause_s, shown_at_s = FIRST_PAUSE_S, 0.0
     latest: Any = None
@@ -82,7 +94,7 @@ async def _live(url: str, key: str, interval_s: float) -> None:
         while True:
             reason = "the stream ended"
             try:
-                async for latest in snapshots(url, key):
+                async for latest in snapshots(router):
                     pause_s = FIRST_PAUSE_S
                     if time.monotonic() - shown_at_s >= interval_s * 0.9:
                         shown_at_s = time.monotonic()
@@ -94,7 +106,7 @@ async def _live(url: str, key: str, interval_s: float) -> None:
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
 
-async def snapshots(url: str, key: str) -> AsyncGenerator[Any, None]:
+async def snapshots(router: Source) -> AsyncGenerator[Any, None]:
     """Yield the snapshots of a router until the stream ends.
 
     Raises: MisuseError if the router refuses, and the errors of aiohttp and of decoding.
@@ -103,15 +115,17 @@ async def snapshots(url: str, key: str) -> AsyncGenerator[Any, None]:
     # `trust_env` stays off: only this router may receive the operator's key, and no proxy.
     async with (
         aiohttp.ClientSession(
-            headers=bearer(key), timeout=timeout, read_bufsize=MAX_EVENT_BYTES
+            headers=bearer(router.key), timeout=timeout, read_bufsize=MAX_EVENT_BYTES
         ) as session,
-        session.get(f"{url}/overview/events", allow_redirects=False) as answer,
+        session.get(
+            f"{router.url}/overview/events", allow_redirects=False, ssl=router.tls or True
+        ) as answer,
     ):
         if answer.status != 200:
             message = Failure.read(answer.status, await answer.read()).message
             if answer.status >= 500:
                 raise LostError(f"it answered {answer.status}: {message}")
-            raise MisuseError(f"{url} refused ({answer.status}): {message}")
+            raise MisuseError(f"{router.url} refused ({answer.status}): {message}")
         is_snapshot = False
         async for line in answer.content:
             if line.startswith(b"event: "):

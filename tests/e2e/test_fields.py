@@ -706,9 +706,7 @@ async def _salts(on: Service, body: str, name: str) -> None:
         await on.ask(body, **{name: "a" * 513})
 
 
-@of(
-    "ctgmr:bootstrap_host", "ctgmr:bootstrap_port", "ctgmr:bootstrap_room", "ctgmr:compute_prompt"
-)
+@of("ctgmr:bootstrap_host", "ctgmr:bootstrap_port", "ctgmr:bootstrap_room", "ctgmr:compute_prompt")
 async def _meeting(on: Service, body: str, name: str) -> None:
     """The router's own are the ones that count."""
     lie = {

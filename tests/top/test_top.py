@@ -34,21 +34,21 @@ async def test_one_picture_has_everything_and_ends(
 ) -> None:
     decode.service.changed_report = {"quarantine_pages": 3}
     await front.post("/generate", BODY)
-    await following._once(front.url, "")
+    await following._once(following.Source(front.url, ""))
     told = capsys.readouterr().out
     for part in ("tokens/s", "TTFT p50 / p95", "serving", "fake", "quarantine"):
         assert part in told, part
     for worker in (prefill, decode):
         assert worker.url.removeprefix("http://") in told
     assert "\x1b" not in told, "a pipe got the codes of a terminal"
-    await following._once(front.url, "", as_json=True)
+    await following._once(following.Source(front.url, ""), as_json=True)
     assert json.loads(capsys.readouterr().out)["now"]["quarantine_pages"] == 3
 
 
 async def test_pictures_follow_each_other_without_a_terminal_and_tell_of_a_lost_router(
     front: Front, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = asyncio.create_task(following._live(front.url, "", 0.0))
+    task = asyncio.create_task(following._live(following.Source(front.url, ""), 0.0))
     told = ""
     try:
         async with asyncio.timeout(30):
@@ -70,19 +70,19 @@ async def test_a_wrong_key_and_an_absent_router_are_clear_errors(
 ) -> None:
     async with Front([prefill], [decode], keys=Keys(admin=ADMIN)) as front:
         with pytest.raises(MisuseError, match=r"refused \(401\): the operator's key"):
-            await following._once(front.url, "sesame")
-        stream = following.snapshots(front.url, ADMIN)
+            await following._once(following.Source(front.url, "sesame"))
+        stream = following.snapshots(following.Source(front.url, ADMIN))
         assert (await anext(stream))["router"]["model"] == "fake"
         await stream.aclose()
     with pytest.raises(LostError, match="Cannot connect"):
-        await following._once(f"http://127.0.0.1:{free_port()}", "")
+        await following._once(following.Source(f"http://127.0.0.1:{free_port()}", ""))
     with pytest.raises(MisuseError, match="--url: 'router:8000' is not"):
-        following.show_top("router:8000", "", 1.0, once=True)
+        following.show_top(following.Source("router:8000", ""), 1.0, once=True)
     busy = answers('{"error": {"message": "too many viewers"}}', status=503)
     async with serving(web.get("/overview/events", busy)) as server:
         with pytest.raises(LostError, match="answered 503: too many viewers"):
-            await following._once(server.url, "")
-        task = asyncio.create_task(following._live(server.url, "", 0.0))
+            await following._once(following.Source(server.url, ""))
+        task = asyncio.create_task(following._live(following.Source(server.url, ""), 0.0))
         told = ""
         async with asyncio.timeout(30):
             while told.count("Reconnecting") < 2:
@@ -94,13 +94,13 @@ async def test_a_wrong_key_and_an_absent_router_are_clear_errors(
     no_router = serving(web.get("/overview/events", answers("event: snapshot\ndata: {\n\n")))
     async with no_router as server:
         with pytest.raises(LostError):
-            await following._once(server.url, "")
+            await following._once(following.Source(server.url, ""))
 
 
 async def test_a_picture_fits_the_terminal(front: Front) -> None:
     for _ in range(30):
         await front.post("/generate", BODY)
-    stream = following.snapshots(front.url, "")
+    stream = following.snapshots(following.Source(front.url, ""))
     snapshot = await anext(stream)
     await stream.aclose()
     half = {"worker": "", "stale": False, "phase": "success", "ended": True, "cause": None}

@@ -45,8 +45,8 @@ from kvflow.serve.http.measures import RequestMeter
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.schemas import Rendezvous, Rooms, parse
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
-from kvflow.serve.http.tracing import annotate, traced
 from kvflow.serve.http.tools.answers import PLAIN, OutputFormats
+from kvflow.serve.http.tracing import annotate, traced
 from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
 _log = logging.getLogger("kvflow.http")

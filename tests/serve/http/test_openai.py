@@ -165,7 +165,7 @@ async def test_completion_stream(client: openai.AsyncOpenAI) -> None:
             "type text",
         ),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format: type 'xml' is none of"),
         ({"top_logprobs": 1}, "logprobs"),
         ({"n": 0}, "`n`"),
         ({"presence_penalty": 2.5}, "-2..2"),
