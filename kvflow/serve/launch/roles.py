@@ -36,7 +36,7 @@ from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.registry import registry_app
 from kvflow.serve.http.role_switch import RoleSwitch
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
-from kvflow.serve.http.tools.answers import formats_of
+from kvflow.serve.http.tools.answers import OutputFormats, formats_of
 from kvflow.serve.launch.caching import check_cache
 from kvflow.serve.launch.chat_template import with_template
 from kvflow.serve.launch.joining import WorkerIdentity, member_of
@@ -231,19 +231,8 @@ async def _serve(
     say_what_fits(running.service.limits)
     text = with_template(model.tokenizer, settings.chat_template)
     tokenizer = ThreadedTokenizer(text, model.context_length)
-    pipeline = CompletionPipeline(
-        running.service,
-        tokenizer,
-        roles.metrics,
-        bootstrap_port=settings.disaggregation_bootstrap_port,
-        max_requests=settings.max_running_requests + settings.max_queued_requests,
-        request_timeout_s=settings.request_timeout_s,
-        keepalive_s=settings.sse_keepalive_s,
-        headers_after_s=settings.sse_headers_after_s,
-        low_priority_first=settings.schedule_low_priority_values_first,
-        grammars=model.grammars,
-        formats=formats_of(settings.tool_call_parser, settings.reasoning_parser, text),
-    )
+    formats = formats_of(settings.tool_call_parser, settings.reasoning_parser, text)
+    pipeline = _pipeline_of(settings, running.service, roles, tokenizer, formats)
     switch = RoleSwitch(pipeline, running, roles.start)
     routes = [
         *generate.routes(pipeline),
@@ -281,3 +270,25 @@ async def _serve(
     finally:
         await switch.close()
         tokenizer.close()
+
+
+def _pipeline_of(
+    settings: Settings,
+    service: CompletionService,
+    roles: _Roles,
+    tokenizer: ThreadedTokenizer,
+    formats: OutputFormats,
+) -> CompletionPipeline:
+    return CompletionPipeline(
+        service,
+        tokenizer,
+        roles.metrics,
+        bootstrap_port=settings.disaggregation_bootstrap_port,
+        max_requests=settings.max_running_requests + settings.max_queued_requests,
+        request_timeout_s=settings.request_timeout_s,
+        keepalive_s=settings.sse_keepalive_s,
+        headers_after_s=settings.sse_headers_after_s,
+        low_priority_first=settings.schedule_low_priority_values_first,
+        grammars=roles.parts.model.grammars,
+        formats=formats,
+    )
