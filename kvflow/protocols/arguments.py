@@ -169,8 +169,9 @@ def room_in_fine_pages(
     """
     found = fine_pages(layout, page_sizes, tokens, prefix_tokens)
     if (count := sum(found.counts)) > MAX_PAGES_PER_ROOM:
-        what = "pages of one room, in the smaller of the two page sizes"
-        raise CapacityError(what, count, MAX_PAGES_PER_ROOM)
+        size = min(filter(None, page_sizes), default=1)
+        what = "tokens of one room, in whole pages, in the smaller of the two page sizes"
+        raise CapacityError(what, count * size, MAX_PAGES_PER_ROOM * size)
     return found
 
 

@@ -114,11 +114,13 @@ class CapacityError(MisuseError):
 class QuarantineError(CapacityError):
     """Too many pages wait for proof that no peer writes into them any more."""
 
-    def __init__(self, quarantined: int, limit: int) -> None:
+    def __init__(self, quarantined: int, limit: int, page_size: int = 0) -> None:
+        """With a `page_size`, the text also counts tokens, the unit that clients know."""
         super().__init__("pages in quarantine", quarantined, limit)
+        tokens = f" ({quarantined * page_size} and {limit * page_size} tokens)" if page_size else ""
         text = (
-            f"{quarantined} pages are in quarantine, more than {limit}: no new room until their "
-            "writers are proven gone"
+            f"{quarantined} pages are in quarantine, more than {limit}{tokens}: no new room until "
+            "their writers are proven gone"
         )
         self.args = (text,)
 

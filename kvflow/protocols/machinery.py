@@ -113,7 +113,9 @@ class Core:
         self.outbox: list[Any] = []
         # On both sides, the ledger has the loans of earlier nodes over the same pool. Decode's
         # ledger also has the loans of its own rooms.
-        self.ledger: Ledger[Any] = Ledger(bounds.quarantine_limit(layout.counts))
+        self.ledger: Ledger[Any] = Ledger(
+            bounds.quarantine_limit(layout.counts), [space.page_size for space in layout.spaces]
+        )
         self.earlier = EarlierLoans(self.ledger, self.outbox, self.take_grant, layout)
         self.next_grant = GrantId(1)
         self.deadlines: Deadlines[Timer] = Deadlines()

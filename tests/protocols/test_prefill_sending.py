@@ -79,7 +79,10 @@ class TestPinned:
         # What was cancelled a moment ago may end at once.
         assert first.phase is PrefillPhase.WAITING_FOR_INPUT
         prefill.tick(prefill.core.timing.repeat_after_s)
-        text = "pages held by writes to this decode that do not end: asked for 3, limit 2"
+        text = (
+            "tokens held by writes to this decode that do not end, in whole pages: asked for 12, "
+            "limit 8"
+        )
         cause = Cause(Code.CAPACITY, text)
         engine = prefill.open(8)
         assert prefill.hear(bootstrap(8, 2)) == [
@@ -104,7 +107,8 @@ class TestPinned:
         prefill.hear(announce(8, 1, OTHER_DECODE))
         cause = Cause(
             Code.CAPACITY,
-            "pages held by writes to this decode that do not end: asked for 3, limit 2",
+            "tokens held by writes to this decode that do not end, in whole pages: asked for 12, "
+            "limit 8",
         )
         assert prefill.hear(bootstrap(8, 2)) == [failed(cause, 8, 2), ack(8, 2)]
         engine = prefill.open(8)

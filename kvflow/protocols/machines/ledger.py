@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -60,9 +60,9 @@ class Ledger(Generic[S]):
     an earlier node lent pages. The ledger makes no callbacks: it returns changes.
     """
 
-    def __init__(self, quarantine_limit: Counts) -> None:
+    def __init__(self, quarantine_limit: Counts, page_sizes: Sequence[int] = ()) -> None:
         """Create an empty ledger. `check_quarantine` allows `quarantine_limit` overdue places of
-        each space.
+        each space. `page_sizes` has the tokens of a place of each, for its error; 0 for rows.
         """
         self._by_source: dict[S, OrderedDict[GrantId, Lease[S]]] = {}
         # For each source, the highest grant that its answers confirmed.
@@ -70,6 +70,7 @@ class Ledger(Generic[S]):
         self._told_from: dict[S, int] = {}  # where `settled_above` continues, by source
         self._count = 0
         self.quarantine_limit = quarantine_limit
+        self._page_sizes = page_sizes or (0,) * len(quarantine_limit)
         # Places in quarantine, by space.
         self.quarantined: Counts = (0,) * len(quarantine_limit)
         # Places in quarantine that count against admission. Places do not count while a rank is
@@ -93,9 +94,10 @@ class Ledger(Generic[S]):
         """Raise QuarantineError if more places of a space are overdue than its limit allows."""
         if not any(self.overdue):
             return
-        for overdue, limit in zip(self.overdue, self.quarantine_limit, strict=True):
+        spaces = zip(self.overdue, self.quarantine_limit, self._page_sizes, strict=True)
+        for overdue, limit, page_size in spaces:
             if overdue > limit:
-                raise QuarantineError(overdue, limit)
+                raise QuarantineError(overdue, limit, page_size)
 
     @property
     def excess(self) -> str:

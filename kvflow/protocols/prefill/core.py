@@ -485,10 +485,14 @@ def _refuse_pinned(
     found = pinned_places(core.writes.values(), len(counts), peer, until_s)
     if counts_fit(found, limits):
         return False
-    pinned, limit = next((n, most) for n, most in zip(found, limits, strict=True) if n > most)
-    cause = CapacityError(
-        "pages held by writes to this decode that do not end", pinned, limit
-    ).cause()
+    pinned, limit, size = next(
+        (n, most, space.page_size)
+        for n, most, space in zip(found, limits, core.identity.layout.spaces, strict=True)
+        if n > most
+    )
+    held = "held by writes to this decode that do not end"
+    what = f"tokens {held}, in whole pages" if size else f"rows {held}"
+    cause = CapacityError(what, pinned * (size or 1), limit * (size or 1)).cause()
     core.refuse_grant(peer, message.room, message.grant, cause)
     # If another decode has announced the room, the engine's half waits for that decode.
     if message.room not in core.rendezvous.announced:

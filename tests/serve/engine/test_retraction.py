@@ -65,7 +65,7 @@ async def test_a_small_pool_gives_the_same_tokens(
 
 @pytest.mark.parametrize(
     ("host", "said"),
-    [("little", "pages of host memory"), ("none", "pages of host memory, of which 0 are free")],
+    [("little", "tokens of host memory"), ("none", "(--host-memory-bytes), of which 0 are free")],
 )
 async def test_without_enough_host_memory_and_recomputation_the_reason_is_told(
     llama: LoadedModel, host: str, said: str, want: list[list[int]]

@@ -90,8 +90,9 @@ async def test_a_decode_with_too_much_in_quarantine_is_in_trouble() -> None:
         ledger.overdue = ledger.quarantine_limit
         assert service.unavailable_reason == ""
         ledger.overdue = (ledger.overdue[0] + 1,)
+        size = p.decode.pool.layout.page_size
         assert service.unavailable_reason.startswith(
-            "33 pages are in quarantine, more than 32: no new room"
+            f"33 pages are in quarantine, more than 32 ({33 * size} and {32 * size} tokens): no new"
         )
         ledger.overdue = (0,)
         stopped.healthy = False

@@ -204,9 +204,14 @@ class Retractions:
             _log.debug("retracted to host memory: %d pages, %d rows", pages, rows)
         except HostMemoryError as error:
             if not self._recompute:
-                text = "the pool ran short of pages, and the request that was retracted needs"
+                # Clients count in tokens. A row is the state of one request.
+                in_pages = error.what.startswith("page")
+                size = request.sequence.page_size if in_pages else 1
+                unit = "tokens" if in_pages else "states"
                 error.args = (
-                    f"{text} {error.asked} {error.what}, of which {error.limit} are free",
+                    f"the KV pool ran short, and the request that was retracted needs "
+                    f"{error.asked * size} {unit} of host memory (--host-memory-bytes), of which "
+                    f"{error.limit * size} are free",
                 )
                 raise
             request.resident.drop()
