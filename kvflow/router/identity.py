@@ -51,6 +51,7 @@ class Identity(msgspec.Struct, frozen=True):
     wire_version: int | None = None  # version of the control link
     data_plane: str = ""
     computes_prompts: bool = False  # True for a decode that computes prompts without a prefill
+    max_model_len: int | None = None  # most tokens of a prompt and its completion
 
     @property
     def traits(self) -> Traits:

@@ -176,6 +176,7 @@ def read_identity(info: Any, url: str = "", events_key: ControlKey | None = None
         wire_version=whole_number(found.get("wire_version")),
         data_plane=str(found.get("data_plane") or ""),
         computes_prompts=_computes_prompts(found),
+        max_model_len=whole_number(found.get("max_model_len")),
     )
 
 

@@ -28,6 +28,7 @@ from kvflow.http.draining import Drainable
 from kvflow.http.errors import Failure, failure_of
 from kvflow.http.large_bodies import take_apart
 from kvflow.http.metrics import HttpMetrics
+from kvflow.http.model_length import MAX_MODEL_LEN_HEADER
 from kvflow.protocols.errors import Code, KvflowError, RefusedError
 from kvflow.router.answer import ClientAnswer
 from kvflow.router.cache_view import NO_PROMPTS, Prompts
@@ -338,6 +339,8 @@ class Router(Drainable):
         url = f"{worker.url}{http.rel_url.raw_path_qs}"
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         headers = _forwarded_headers(http)
+        if (most := self.workers.max_model_len) is not None:
+            headers[MAX_MODEL_LEN_HEADER] = str(most)
         try:
             async with self._session.request(
                 http.method,

@@ -53,7 +53,13 @@ def _own(router: Router) -> list[web.RouteDef]:
         model = next((worker.model for worker in router.workers.of("decode") if worker.model), "")
         state = {"draining": router.draining, "running": router.running, "waiting": router.waiting}
         return json_response(
-            {"role": "router", "served_model_name": model, **state, "workers": summaries}
+            {
+                "role": "router",
+                "served_model_name": model,
+                "max_model_len": router.workers.max_model_len,
+                **state,
+                "workers": summaries,
+            }
         )
 
     async def metrics(_: web.Request) -> web.StreamResponse:

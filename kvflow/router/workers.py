@@ -327,6 +327,13 @@ class Workers:
         }
         return [worker for worker in self._usable(role) if worker.traits in alike]
 
+    @property
+    def max_model_len(self) -> int | None:
+        """The tokens of prompt and completion that every pair can serve; None if no worker says."""
+        serving = (worker.identity for role in ROLES for worker in self._paired(role))
+        said = (one.max_model_len for one in serving if one is not None)
+        return min((most for most in said if most is not None), default=None)
+
     def cache_prompts(self) -> bool:
         """Return True if at least one worker has a prefix cache."""
         return any(worker.cache.caches for worker in self.all)

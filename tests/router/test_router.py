@@ -12,13 +12,14 @@ import pytest
 
 from kvflow.http.app import MAX_BODY_BYTES
 from kvflow.http.large_bodies import MAX_REST_BYTES
+from kvflow.http.model_length import MAX_MODEL_LEN_HEADER
 from kvflow.protocols.errors import Cause, Code
 from kvflow.router import legs, pairs
 from kvflow.router.kvflow_engine import _Fields, _room_count
 from kvflow.router.router import Router
 from kvflow.router.workers import Worker
 from tests.fakes.servers import Front
-from tests.fakes.service import BODY, Role, body
+from tests.fakes.service import BODY, FakeService, Meeting, Role, body
 
 
 async def test_both_legs_get_the_same_room_and_decode_answers(
@@ -154,6 +155,7 @@ async def test_a_worker_that_is_gone_is_left_out_and_another_one_serves(
     assert found == {
         "role": "router",
         "served_model_name": "fake",
+        "max_model_len": 65,
         "draining": False,
         "running": 0,
         "waiting": 0,
@@ -191,6 +193,25 @@ async def test_fan_out_and_proxied_routes(front: Front, decode: Role) -> None:
     assert (await front.get("/model_info"))["model_path"] == "fake/model"
     assert (await front.call("POST", "/flush_cache")).status == 200
     await front.get("/rooms/1", status=404)
+
+
+async def test_the_smallest_worker_decides_the_length_that_the_router_tells(
+    meeting: Meeting, decode: Role
+) -> None:
+    small = FakeService("prefill", meeting, pool_tokens=32)
+    async with Role(small) as prefill, Front([prefill], [decode]) as front:
+        assert (await prefill.get("/v1/models"))["data"][0]["max_model_len"] == 33
+        assert (await decode.get("/v1/models"))["data"][0]["max_model_len"] == 65
+        listed = (await front.get("/v1/models"))["data"][0]
+        assert listed["max_model_len"] == 33 and listed["id"] == "fake"
+        assert (await front.get("/v1/models/fake"))["max_model_len"] == 33
+        assert (await front.get("/model_info"))["max_context_length"] == 33
+        assert (await front.get("/server_info"))["max_model_len"] == 33
+        assert (await front.post("/tokenize", {"prompt": "w1"}))["max_model_len"] == 33
+        # Whoever asks a worker itself cannot make it promise more.
+        for said, told in (("9", 9), ("99", 65), ("-1", 65), ("x", 65), ("9" * 5000, 65)):
+            answer = await decode.get("/v1/models", headers={MAX_MODEL_LEN_HEADER: said})
+            assert answer["data"][0]["max_model_len"] == told
 
 
 async def test_a_failed_write_followed_by_a_cancellation_still_drops_both_legs(

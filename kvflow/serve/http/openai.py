@@ -12,6 +12,7 @@ from aiohttp import web
 from kvflow.aio import in_turns
 from kvflow.http.errors import UnknownModelError
 from kvflow.http.growing import GrowingArray, GrowingText
+from kvflow.http.model_length import told_length
 from kvflow.http.prompt_fields import PromptIds
 from kvflow.http.responses import json_response
 from kvflow.node.prompt_logprobs import PromptLogprobs
@@ -310,7 +311,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             http, TextCompletionCall(body, name, pipeline.tokenizer.token_bytes)
         )
 
-    def entry() -> dict[str, Any]:
+    def entry(http: web.Request) -> dict[str, Any]:
         card = pipeline.service.card
         about = {
             "id": name,
@@ -319,15 +320,15 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             "owned_by": "kvflow",
             "root": card.path,
         }
-        return {**about, "max_model_len": pipeline.service.limits.max_tokens}
+        return {**about, "max_model_len": told_length(http, pipeline.service.limits.max_tokens)}
 
-    async def models(_: web.Request) -> web.StreamResponse:
-        return json_response({"object": "list", "data": [entry()]})
+    async def models(http: web.Request) -> web.StreamResponse:
+        return json_response({"object": "list", "data": [entry(http)]})
 
     async def model(http: web.Request) -> web.StreamResponse:
         if (asked := http.match_info["model"]) != name:
             raise UnknownModelError(asked, name)
-        return json_response(entry())
+        return json_response(entry(http))
 
     return [
         web.post("/v1/chat/completions", chat),

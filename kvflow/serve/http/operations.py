@@ -10,6 +10,7 @@ from aiohttp import web
 
 import kvflow
 from kvflow.http.errors import Failure, RequestError
+from kvflow.http.model_length import told_length
 from kvflow.http.responses import json_response
 from kvflow.protocols.wire.messages import WIRE_VERSION
 from kvflow.serve.http.completion_service import Report
@@ -136,7 +137,7 @@ def _description(
     async def info(_: web.Request) -> web.StreamResponse:
         return json_response(server_info(pipeline, host, role_switch))
 
-    async def model_info(_: web.Request) -> web.StreamResponse:
+    async def model_info(http: web.Request) -> web.StreamResponse:
         card = pipeline.service.card
         return json_response(
             {
@@ -146,7 +147,7 @@ def _description(
                 "is_generation": True,
                 "model_type": card.model_type,
                 "architectures": list(card.architectures),
-                "max_context_length": pipeline.service.limits.max_tokens,
+                "max_context_length": told_length(http, pipeline.service.limits.max_tokens),
             }
         )
 
