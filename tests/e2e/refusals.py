@@ -57,7 +57,9 @@ class Case(NamedTuple):
 BRIEF: Mapping[str, Any] = {"rendezvous_s": 1.0}
 SLOW: Mapping[str, Any] = {"transfer_rate_limit": 1 << 17}
 # Hundred and some.
-POOL_TOO_SMALL = "prompt tokens in the KV pool (--num-pages, --pool-bytes): asked for 3"
+POOL_TOO_SMALL = (
+    "prompt tokens in the KV pool (--num-pages, --pool-bytes, --mem-fraction): asked for 3"
+)
 CASES = (
     Case("decode's pool too small", POOL_TOO_SMALL, decode={"num_pages": 8}),
     Case("page size", "page_size: prefill 16, decode 24", decode={"page_size": 24}),

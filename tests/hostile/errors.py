@@ -36,7 +36,8 @@ KINDS: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "too_long": (
         [1] * 600,
         GOOD,
-        "prompt tokens in the KV pool (--num-pages, --pool-bytes): asked for 600, limit 512",
+        "prompt tokens in the KV pool (--num-pages, --pool-bytes, --mem-fraction): asked for 600, "
+        "limit 512",
     ),
     "engine_error": ([7] * 300, GOOD, "prefill step failed: RuntimeError"),
 }

@@ -65,13 +65,13 @@ def test_places_in_quarantine_are_counted_by_space() -> None:
     ("limit", "text"),
     [
         ((4, 6, 2), ""),
-        ((3, 6, 2), "4 pages are in quarantine, more than 3"),
-        ((99, 5, 99), "6 pages are in quarantine, more than 5"),
-        ((99, 99, 1), "2 pages are in quarantine, more than 1"),
+        ((3, 6, 2), "4 pages are in quarantine, more than 3 (64 and 48 tokens): no new room"),
+        ((99, 5, 99), "6 pages are in quarantine, more than 5 (48 and 40 tokens): no new room"),
+        ((99, 99, 1), "2 pages are in quarantine, more than 1: no new room"),
     ],
 )
 def test_one_space_over_its_limit_is_enough(limit: tuple[int, ...], text: str) -> None:
-    ledger: Ledger[str] = Ledger(limit)
+    ledger: Ledger[str] = Ledger(limit, (16, 8, 0))
     for grant, counts in ((1, (3, 2, 1)), (2, (1, 4, 1))):
         lease = lent(ledger, grant, "a")
         lease.counts = counts

@@ -23,15 +23,15 @@ _HTTP = _names(
     "log_level log_format access_log otlp_endpoint otlp_sample_ratio drain_timeout_s"
 )
 _MODEL = _names(
-    "model_path served_model_name dtype device attention sliding_window_rows sampling_defaults "
-    "chat_template tool_call_parser reasoning_parser threads"
+    "model_path served_model_name dtype device attention sliding_window_rows max_model_len "
+    "sampling_defaults chat_template tool_call_parser reasoning_parser threads"
 )
 _CACHE = _names(
     "prefix_cache cache_host_bytes cache_state_bytes cache_write_policy cache_prefetch_policy l3 "
     "l3_dir l3_bytes mooncake_master mooncake_metadata_server mooncake_global_segment_size "
     "mooncake_local_buffer_size"
 )
-_POOL = (*_names("page_size num_pages pool_bytes pool_order"), *_CACHE)
+_POOL = (*_names("page_size num_pages pool_bytes mem_fraction pool_order"), *_CACHE)
 _LOAD = _names(
     "max_running_requests max_queued_requests request_timeout_s schedule_low_priority_values_first"
 )

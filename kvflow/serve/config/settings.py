@@ -90,6 +90,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Layers with a sliding window keep only its tokens, in one row a request; auto does so for
     windows of at most 256 tokens and an eighth of the context. Needs packed attention, and the same
     choice at prefill and decode."""
+    max_model_len: Annotated[int, Meta(ge=0, le=1 << 30)] = 0
+    """Most tokens of a prompt and its completion together; a pool that cannot hold them is refused.
+    0 = the model's context, or what the pool holds where that is less."""
     sampling_defaults: Literal["model", "openai"] = "model"
     """Sampling of the OpenAI routes where a request does not say: the model's
     generation_config.json, or 1.0 throughout."""
@@ -112,6 +115,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Pages of the pool; 0 = 65536 tokens, within --pool-bytes."""
     pool_bytes: Annotated[int, Meta(ge=1 << 16)] = 1 << 30
     """Upper limit in bytes of a pool whose --num-pages is 0, its rows included."""
+    mem_fraction: Share = 0.0
+    """Size of the pool, its rows included, as a share of the memory that is available once the
+    model is loaded; in place of --num-pages and --pool-bytes. `kvflow up` divides it among its
+    workers, and a prefill among its ranks. 0 = those decide."""
     pool_order: Literal["page_first", "layer_first"] = "page_first"
     """Memory order of the pool."""
 

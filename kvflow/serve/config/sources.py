@@ -204,6 +204,20 @@ def _check_storage(role: Role, settings: Settings) -> None:
         raise ConfigError(f"{flag} needs --mooncake-master, the host:port of a mooncake_master")
 
 
+def _check_memory(settings: Settings) -> None:
+    if settings.cache_host_bytes and settings.prefix_cache == "off":
+        raise ConfigError(
+            f"--cache-host-bytes {settings.cache_host_bytes} with --prefix-cache off: nothing is "
+            "cached"
+        )
+    for name in ("num_pages", "pool_bytes") if settings.mem_fraction else ():
+        if (value := getattr(settings, name)) != FIELDS[name].default:
+            raise ConfigError(
+                f"--mem-fraction {settings.mem_fraction:g} with {flag_of(name)} {value}: each of "
+                "them sizes the pool; leave one out"
+            )
+
+
 def _check_effect(role: Role, settings: Settings) -> None:
     store = tuple(name for name in FIELDS if name.startswith("mooncake_"))
     for needed, is_there, names in (
@@ -295,11 +309,7 @@ def _check(role: Role, settings: Settings) -> None:
                 f"{flag_of(name)} {shards} with --device {settings.device}: shards run on the CPU "
                 "only; leave one out"
             )
-    if settings.cache_host_bytes and settings.prefix_cache == "off":
-        raise ConfigError(
-            f"--cache-host-bytes {settings.cache_host_bytes} with --prefix-cache off: nothing is "
-            "cached"
-        )
+    _check_memory(settings)
     if settings.l3 != "off":
         _check_storage(role, settings)
     if settings.kv_events_config:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvflow.aio import Threads
@@ -16,6 +17,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.ports import DataPlane
 from kvflow.serve.cache.storage.mooncake import check_usable
 from kvflow.serve.config.settings import Settings
+from kvflow.serve.config.sources import ConfigError
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.http.completion_service import ModelCard
@@ -74,12 +76,27 @@ async def loaded_model(
             )
             model = await executor.run(load)
         try:
-            yield model, executor
+            yield shortened(model, settings), executor
         finally:
             model.grammars.close()
             model.neighbours.close()
     finally:
         executor.close()
+
+
+def shortened(model: LoadedModel, settings: Settings) -> LoadedModel:
+    """Return the model with --max-model-len as its context.
+
+    Raises: ConfigError if the model has been trained for fewer tokens.
+    """
+    if not (most := settings.max_model_len):
+        return model
+    if most > model.context_length:
+        raise ConfigError(
+            f"--max-model-len {most}: the context of model {settings.model_name!r} has "
+            f"{model.context_length} tokens; set this at most"
+        )
+    return replace(model, context_length=most)
 
 
 @asynccontextmanager
@@ -110,23 +127,40 @@ async def loaded(
         streams = model.streams_of_stage if for_stage else model.streams
         ring_bytes = model.ring_bytes * (model.part.shards if for_stage else 1)
         allocate = functools.partial(
-            make_pool, settings, streams, model.fingerprint, model.device, ring_bytes=ring_bytes
+            make_pool,
+            settings,
+            streams,
+            model.fingerprint,
+            model.device,
+            ring_bytes=ring_bytes,
+            # The shards of decode's one stage have one pool. Each rank of a prefill has its own.
+            sharing=1 if for_stage else settings.pp * settings.tp,
         )
         pool = await executor.run(allocate, PagedPool.close)
-        _log.info("%s", described(pool))
+        _log.info("%s", described(pool, model.context_length, settings.max_running_requests))
         try:
             yield Parts(model, pool, executor)
         finally:
             pool.close()
 
 
-def described(pool: PagedPool) -> str:
+def described(pool: PagedPool, context_length: int, most_requests: int) -> str:
+    """Describe a pool, and how many requests of full length it holds at once.
+
+    The full length is `context_length` tokens, or what the pool holds where that is less. No more
+    than `most_requests` run at once.
+    """
     layout = pool.layout
     rows = f" and {layout.num_rows} rows for states" if layout.num_rows else ""
+    tokens = layout.num_pages * layout.page_size
+    full = min(context_length, tokens + 1)
+    # The last token of a completion is never fed back, so it takes no place.
+    at_once = min(most_requests, layout.num_pages // -(-max(1, full - 1) // layout.page_size))
+    requests = "1 request" if at_once == 1 else f"{at_once} requests"
     return (
-        f"the KV pool holds {layout.num_pages * layout.page_size} tokens, in {layout.num_pages} "
-        f"pages of {layout.page_size}{rows}: {layout.size_bytes} bytes, {layout.dtypes}, on "
-        f"{pool.device}"
+        f"the KV pool holds {tokens} tokens, in {layout.num_pages} pages of {layout.page_size}"
+        f"{rows}: {layout.size_bytes} bytes, {layout.dtypes}, on {pool.device}; room for "
+        f"{requests} of {full} tokens at once"
     )
 
 
@@ -135,7 +169,8 @@ def say_what_fits(limits: EngineLimits) -> None:
     if limits.max_tokens < limits.context_length:
         text = (
             "the KV pool is smaller than the model's context of %d tokens: prompt and completion "
-            "have %d at most, raise --num-pages or --pool-bytes for more"
+            "have %d at most; raise --num-pages, --pool-bytes or --mem-fraction for more, or set "
+            "--max-model-len to what is enough"
         )
         _log.warning(text, limits.context_length, limits.max_tokens)
 

@@ -7,10 +7,10 @@ import logging
 import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import kvflow
-from kvflow.memory.available import available_memory
+from kvflow.memory.available import Available, available_memory
 from kvflow.memory.device import HOST, memory_of
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
@@ -32,6 +32,15 @@ DEFAULT_POOL_TOKENS = 65_536
 # One spare row per this many requests, because the row of an ended request may still be copied.
 _MORE_ROWS = 16
 _MOST_EMPTY_PAGES = 1 << 20
+_MOST_PAGES = 1 << 26  # as many as --num-pages takes
+
+
+class _Budget(NamedTuple):
+    """The bytes that a pool may take if --num-pages does not say, and the setting behind them."""
+
+    size_bytes: int
+    named: str
+    most_tokens: int
 
 
 def make_pool(
@@ -41,18 +50,23 @@ def make_pool(
     device: torch.device,
     *,
     ring_bytes: int = 0,
+    sharing: int = 1,
 ) -> PagedPool:
     """Allocate the pool for a model's `streams` in the memory of the model's device. This blocks.
 
-    `ring_bytes` of each row hold sliding windows. Raises: ConfigError, LayoutError.
+    `ring_bytes` of each row hold sliding windows. `sharing` processes divide --mem-fraction.
+
+    Raises: ConfigError, LayoutError.
     """
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
-    num_rows = _num_rows(settings, one, ring_bytes) if has_rows else 0
-    num_pages = _num_pages(settings, one, num_rows)
-    sized = resized(one, (num_pages, num_rows) if has_rows else (num_pages,))
     with _one_at_a_time():
-        _check_memory(settings, sized, device)
+        budget = _budget(settings, device, sharing)
+        num_rows = _num_rows(settings, budget, one, ring_bytes) if has_rows else 0
+        num_pages = _num_pages(settings, budget, one, num_rows)
+        sized = resized(one, (num_pages, num_rows) if has_rows else (num_pages,))
+        check_length(settings, sized)
+        _check_memory(settings, budget, sized, device)
         layout = build_layout(
             streams,
             page_size=settings.page_size,
@@ -149,15 +163,48 @@ def _naming(name: str, settings: Settings) -> Generator[None]:
         raise ConfigError(f"{flag_of(name)} {getattr(settings, name)}: {error}") from None
 
 
-def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
+def check_length(settings: Settings, sized: PoolLayout) -> None:
+    """Check that a pool holds one request of --max-model-len tokens. Raises: ConfigError."""
+    # The last token of a completion is never fed back, so the pool holds one token less.
+    needed = -(-(settings.max_model_len - 1) // sized.page_size)
+    if needed <= sized.num_pages:
+        return
+    tokens, bytes_ = sized.num_pages * sized.page_size, resized(sized, (needed, *sized.counts[1:]))
+    raise ConfigError(
+        f"--max-model-len {settings.max_model_len}: the KV pool holds {tokens} tokens "
+        f"({sized.num_pages} pages of {sized.page_size}), and one request of this length needs "
+        f"{needed * sized.page_size} ({bytes_.size_bytes} bytes of pool); set --num-pages {needed} "
+        f"or more, or --pool-bytes, or --mem-fraction, or --max-model-len {tokens + 1} at most"
+    )
+
+
+def _budget(settings: Settings, device: torch.device, sharing: int) -> _Budget:
+    if not settings.mem_fraction:
+        named = f"--pool-bytes {settings.pool_bytes}"
+        return _Budget(settings.pool_bytes, named, DEFAULT_POOL_TOKENS)
+    named = f"--mem-fraction {settings.mem_fraction:g}"
+    available = _available(device)
+    if available is None:
+        raise ConfigError(
+            f"{named}: the available memory is not known here; set --num-pages or --pool-bytes"
+        )
+    size_bytes = int(available.size_bytes * settings.mem_fraction / sharing)
+    return _Budget(size_bytes, f"{named} ({size_bytes} bytes, as {available})", 1 << 40)
+
+
+def _available(device: torch.device) -> Available | None:
+    return available_memory() if device.type == HOST else memory_of(device)
+
+
+def _num_rows(settings: Settings, budget: _Budget, one: PoolLayout, ring_bytes: int) -> int:
     """Return the number of rows: one per running request, and some spare ones.
 
-    If --pool-bytes is the limit, rows get at most half of it, or all of it if pages hold no bytes.
+    If bytes are the limit, rows get at most half of them, or all of them if pages hold no bytes.
     """
     wanted = settings.max_running_requests + -(-settings.max_running_requests // _MORE_ROWS)
     if settings.num_pages:
         return wanted
-    share = settings.pool_bytes // 2 if one.page_bytes else settings.pool_bytes
+    share = budget.size_bytes // 2 if one.page_bytes else budget.size_bytes
     fitting = share // one.row_bytes
     windows = (
         f"; {ring_bytes} of them are sliding windows: --sliding-window-rows never keeps these in "
@@ -167,34 +214,36 @@ def _num_rows(settings: Settings, one: PoolLayout, ring_bytes: int) -> int:
     if fitting < 1:
         least = one.row_bytes * (2 if one.page_bytes else 1)
         raise ConfigError(
-            f"--pool-bytes {settings.pool_bytes}: the state of one request takes {one.row_bytes} "
+            f"{budget.named}: the state of one request takes {one.row_bytes} "
             f"bytes of {share} for rows; at least {least} are needed{instead}"
         )
     if fitting < settings.max_running_requests:
         _log.info(
             "the pool has %d rows of %d bytes, for as many requests at once: "
-            "--max-running-requests is %d, and --pool-bytes %d%s",
+            "--max-running-requests is %d, and %s%s",
             fitting,
             one.row_bytes,
             settings.max_running_requests,
-            settings.pool_bytes,
+            budget.named,
             instead,
         )
     return min(wanted, fitting)
 
 
-def _num_pages(settings: Settings, one: PoolLayout, num_rows: int) -> int:
+def _num_pages(settings: Settings, budget: _Budget, one: PoolLayout, num_rows: int) -> int:
     if settings.num_pages:
         return settings.num_pages
-    wanted = -(-DEFAULT_POOL_TOKENS // settings.page_size)
     # Pages without bytes only count tokens. Each row can have the default number of tokens.
     if not one.page_bytes:
-        return min(wanted * num_rows, _MOST_EMPTY_PAGES)
-    return max(1, min(wanted, (settings.pool_bytes - num_rows * one.row_bytes) // one.page_bytes))
+        return min(-(-DEFAULT_POOL_TOKENS // settings.page_size) * num_rows, _MOST_EMPTY_PAGES)
+    wanted = min(-(-budget.most_tokens // settings.page_size), _MOST_PAGES)
+    return max(1, min(wanted, (budget.size_bytes - num_rows * one.row_bytes) // one.page_bytes))
 
 
-def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -> None:
-    available = available_memory() if device.type == HOST else memory_of(device)
+def _check_memory(
+    settings: Settings, budget: _Budget, sized: PoolLayout, device: torch.device
+) -> None:
+    available = _available(device)
     needed = sized.room_bytes(sized.counts)
     if available is None or needed <= available.size_bytes:
         return
@@ -208,10 +257,7 @@ def _check_memory(settings: Settings, sized: PoolLayout, device: torch.device) -
             "them"
         )
     else:
-        if settings.num_pages:
-            flag = f"--num-pages {settings.num_pages}"
-        else:
-            flag = f"--pool-bytes {settings.pool_bytes}"
+        flag = f"--num-pages {settings.num_pages}" if settings.num_pages else budget.named
         fits = f"at most {(available.size_bytes - rows_bytes) // sized.page_bytes} pages fit"
     raise ConfigError(
         f"{flag}: the pool needs {needed} bytes of memory ({sized.num_pages} pages of "

@@ -41,6 +41,7 @@ _OWN_FIELDS = frozenset(
         "disaggregation_bootstrap_port",
         "control_port",
         "disaggregation_mode",
+        "mem_fraction",
         "prefill",
         "decode",
     }
@@ -165,6 +166,9 @@ class Fleet:
             arguments += ["--control-port", "0"]
         elif not self._settings.disaggregation_prefill_tp:
             arguments += ["--disaggregation-prefill-tp", str(self._settings.tp)]
+        if self._settings.mem_fraction:
+            workers = self._settings.prefill_workers + self._settings.decode_workers
+            arguments += ["--mem-fraction", str(self._settings.mem_fraction / workers)]
         if self._settings.l3_dir:
             arguments += ["--l3-dir", os.path.join(self._settings.l3_dir, f"{role}-{index}")]
         if self.store is not None:

@@ -161,6 +161,12 @@ REFUSED = [
         "prefill prefix_cache=off cache_host_bytes=4096",
         "--cache-host-bytes 4096 with --prefix-cache off: nothing is cached",
     ),
+    (
+        "decode mem_fraction=0.5 num_pages=8",
+        "--mem-fraction 0.5 with --num-pages 8: each of them sizes the pool; leave one out",
+    ),
+    ("up mem_fraction=0.25 KVFLOW_POOL_BYTES=65536", "--mem-fraction 0.25 with --pool-bytes 65536"),
+    ("up mem_fraction=1.5", "--mem-fraction: '1.5': expected float >= 0 and <= 1"),
     ("prefill prefix_cache=lru l3=file l3_dir=x", "--l3 file needs --cache-host-bytes"),
     ("decode prefix_cache=lru cache_host_bytes=65536 l3=file", "--l3 file needs --l3-dir"),
     (

@@ -17,9 +17,11 @@ from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.config.sources import ConfigError
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
+from kvflow.serve.engine.model.load import load_model
 from kvflow.serve.engine.scheduler.limits import EngineLimits
 from kvflow.serve.launch import pool
-from kvflow.serve.launch.parts import described, say_what_fits
+from kvflow.serve.launch.parts import described, say_what_fits, shortened
 
 # 128 bytes a token, 2048 a page.
 SLOTS = [StateKind("k", "bfloat16", (2, 16)), StateKind("v", "bfloat16", (2, 16))]
@@ -29,10 +31,12 @@ ROWS = [StateKind("conv", "bfloat16", (8, 4), ROW), StateKind("recurrent", "floa
 
 @contextmanager
 def pool_of(
-    streams: list[StateKind], settings: Settings, *, ring_bytes: int = 0
+    streams: list[StateKind], settings: Settings, *, ring_bytes: int = 0, sharing: int = 1
 ) -> Iterator[PagedPool]:
     device = torch.device("cpu")
-    with closing(pool.make_pool(settings, streams, "model", device, ring_bytes=ring_bytes)) as made:
+    with closing(
+        pool.make_pool(settings, streams, "model", device, ring_bytes=ring_bytes, sharing=sharing)
+    ) as made:
         yield made
 
 
@@ -81,9 +85,94 @@ def test_fewer_rows_than_requests_are_told(caplog: pytest.LogCaptureFixture) -> 
         ),
     ],
 )
-def test_a_role_says_how_large_its_pool_is(streams: list[StateKind], said: str) -> None:
+@pytest.mark.parametrize(
+    ("context", "requests"),
+    [
+        (4096, "1 request of 161 tokens"),
+        (161, "1 request of 161 tokens"),
+        (81, "2 requests of 81 tokens"),  # 80 are in the pool
+        (82, "1 request of 82 tokens"),
+        (17, "10 requests of 17 tokens"),
+        (1, "10 requests of 1 tokens"),
+    ],
+)
+def test_a_role_says_how_large_its_pool_is(
+    streams: list[StateKind], said: str, context: int, requests: str
+) -> None:
     with pool_of(streams, Settings(num_pages=10, max_running_requests=32)) as made:
-        assert described(made) == f"the KV pool holds {said}"
+        text = f"the KV pool holds {said}; room for {requests} at once"
+        assert described(made, context, 32) == text
+        assert described(made, 17, 3).endswith("; room for 3 requests of 17 tokens at once")
+
+
+def test_a_length_that_the_pool_cannot_hold_is_refused() -> None:
+    assert sizes(SLOTS, num_pages=8, max_model_len=129) == (8, 0)
+    with pytest.raises(
+        ConfigError,
+        match=r"^--max-model-len 130: the KV pool holds 128 tokens \(8 pages of 16\), and one "
+        r"request of this length needs 144 \(18432 bytes of pool\); set --num-pages 9 or more, or "
+        r"--pool-bytes, or --mem-fraction, or --max-model-len 129 at most$",
+    ):
+        sizes(SLOTS, num_pages=8, max_model_len=130)
+    assert sizes([*SLOTS, *ROWS], num_pages=8, max_running_requests=1, max_model_len=129) == (8, 2)
+    # Pages without bytes are as many as rows could need.
+    assert sizes(ROWS, pool_bytes=1 << 16, max_model_len=1 << 16)[1] == 204
+
+
+def test_a_length_above_what_the_model_was_trained_for_is_refused() -> None:
+    model = load_model(str(DEMO_MODEL_DIR))
+    most = model.context_length
+    for asked, found in ((0, most), (most, most), (9, 9)):
+        assert shortened(model, Settings(max_model_len=asked)).context_length == found
+    with pytest.raises(
+        ConfigError,
+        match=f"^--max-model-len {most + 1}: the context of model 'm' has {most} tokens",
+    ):
+        shortened(model, Settings(model_path="m", max_model_len=most + 1))
+
+
+@pytest.mark.parametrize(
+    ("streams", "fraction", "sharing", "expected"),
+    [
+        (SLOTS, 0.5, 1, (500_000 // 2048, 0)),
+        (SLOTS, 0.5, 2, (250_000 // 2048, 0)),
+        (SLOTS, 1.0, 1, (1_000_000 // 2048, 0)),
+        ([*SLOTS, *ROWS], 0.5, 1, ((500_000 - 272 * 320) // 2048, 272)),
+    ],
+)
+def test_a_pool_may_be_a_share_of_the_available_memory(
+    streams: list[StateKind],
+    fraction: float,
+    sharing: int,
+    expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "available_memory", lambda: Available(1_000_000, "memory of a test"))
+    settings = Settings(mem_fraction=fraction)
+    with pool_of(streams, settings, sharing=sharing) as made:
+        assert (made.layout.num_pages, made.layout.num_rows) == expected
+    # It may be larger than a pool of default size.
+    monkeypatch.setattr(pool, "available_memory", lambda: Available(10 << 20, "memory of a test"))
+    small = [StateKind("k", "uint8", (2,))]
+    with pool_of(small, settings) as made:
+        assert made.layout.num_pages * 16 > pool.DEFAULT_POOL_TOKENS
+
+
+def test_a_share_that_is_unknown_or_too_small_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "available_memory", lambda: None)
+    with pytest.raises(
+        ConfigError, match=r"^--mem-fraction 0.5: the available memory is not known"
+    ):
+        sizes(SLOTS, mem_fraction=0.5)
+    monkeypatch.setattr(pool, "available_memory", lambda: Available(1000, "memory of a test"))
+    with pytest.raises(
+        ConfigError,
+        match=r"^--mem-fraction 0.5 \(500 bytes, as 1000 bytes are available \(memory of a "
+        r"test\)\): the pool needs 2048 bytes",
+    ):
+        sizes(SLOTS, mem_fraction=0.5)
+    with pytest.raises(ConfigError, match=r"^--mem-fraction 0.5 .* state of one request takes 320"):
+        sizes([*SLOTS, *ROWS], mem_fraction=0.5)
 
 
 def test_a_pool_below_the_context_is_told(caplog: pytest.LogCaptureFixture) -> None:

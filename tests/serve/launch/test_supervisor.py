@@ -189,6 +189,16 @@ async def test_a_workers_port_in_use_is_named_before_anything_starts(
             await run_up(settings, {}, None)
 
 
+def test_workers_divide_the_memory_of_their_machine() -> None:
+    settings = Settings(mem_fraction=0.8, prefill_workers=1, decode_workers=3)
+    fleet = Fleet(settings, {"mem_fraction": "0.8"}, quiet=True)
+    for role in ("prefill", "decode"):
+        arguments = fleet._worker(role, 0)._arguments
+        assert arguments.count("--mem-fraction") == 1
+        assert arguments[arguments.index("--mem-fraction") + 1] == "0.2"
+    assert "--mem-fraction" not in Fleet(Settings(), {}, quiet=True)._worker("decode", 0)._arguments
+
+
 @pytest.mark.parametrize(("told", "tp", "passed"), [(0, 1, "1"), (0, 4, "4"), (2, 4, None)])
 def test_a_decode_is_told_the_width_of_its_prefill(told: int, tp: int, passed: str | None) -> None:
     fleet = Fleet(Settings(disaggregation_prefill_tp=told, tp=tp), {}, quiet=True)

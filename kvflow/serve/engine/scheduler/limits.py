@@ -17,7 +17,7 @@ from kvflow.protocols.wire.messages import MAX_PAGES_PER_ROOM
 from kvflow.serve.engine.model.sequence import Prompt
 from kvflow.serve.engine.scheduler.params import MAX_STOP_IDS, BadWords, LogitBias, SamplingParams
 
-_POOL = "the KV pool (--num-pages, --pool-bytes)"
+_POOL = "the KV pool (--num-pages, --pool-bytes, --mem-fraction)"
 # Limit on the float32 logits of one prompt, in bytes, if one step computes the whole prompt.
 MAX_LOGITS_BYTES = 1 << 30
 
