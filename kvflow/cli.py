@@ -1,4 +1,4 @@
-"""The command line: kvflow prefill | decode | router | up | top | demo | bench | sim | doctor |
+"""The command line: kvflow prefill | decode | router | up | top | demo | bench | plan | sim | doctor |
 keygen | declare-dead.
 
 Options are generated from the fields of `config.settings.Settings`, so that flags, environment and
@@ -379,6 +379,14 @@ _GROUP = {
 def bench(words: typer.Context) -> None:
     """Measure transfers, rooms and aborts against a peer or a limit."""
     from kvflow.bench.commands import app as commands
+
+    commands(words.args, prog_name=words.command_path)
+
+
+@app.command(short_help="Find how many workers a trace needs, from measured times.", **_GROUP)
+def plan(words: typer.Context) -> None:
+    """Find how many workers a trace needs, from measured times."""
+    from kvflow.plan.commands import app as commands
 
     commands(words.args, prog_name=words.command_path)
 

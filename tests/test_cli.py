@@ -20,7 +20,7 @@ from tests.forked_roles import Nursery, run_cli
 
 pytestmark = pytest.mark.xdist_group("cli")  # one process forks them all
 ROLES = ("prefill", "decode", "router", "up")
-COMMANDS = (*ROLES, "top", "demo", "bench", "sim", "doctor", "keygen", "declare-dead")
+COMMANDS = (*ROLES, "top", "demo", "bench", "plan", "sim", "doctor", "keygen", "declare-dead")
 HEAVY = ("torch", "transformers", "aiohttp", "zmq", "mooncake", "nixl_cu12")
 MODEL = ("--model-path", str(DEMO_MODEL_DIR), "--port", "0", "--num-pages", "16")
 PREFILL = ("prefill", *MODEL, "--disaggregation-bootstrap-port", "0")
@@ -122,7 +122,7 @@ def test_flags_stand_in_groups(role: str) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *("top", "demo", "doctor", "keygen", "declare-dead", "sim", "bench"),
+        *("top", "demo", "doctor", "keygen", "declare-dead", "sim", "bench", "plan"),
         *(f"bench {name}" for name in ("rooms", "transfer", "abort", "compare", "profile")),
     ],
 )

@@ -1,0 +1,1 @@
+"""`kvflow plan`: how many workers, and what pools, a trace needs, from measured step times."""

@@ -1,0 +1,170 @@
+"""Measures a profile on a fleet of one prefill and one decode."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import numpy as np
+
+from kvflow.memory.pool import PagedPool
+from kvflow.node import DecodeNode, PrefillNode
+from kvflow.plan.fleet import Played, Started, prompt_of
+from kvflow.plan.profile import Profile, Prompted, Sizes, Stepped
+from kvflow.plan.trace import Request
+from kvflow.protocols.pages.layout import opaque_layout
+
+BATCHES = (1, 2, 4, 8, 16, 32)
+_SHORT_TOKENS = 32
+_NEW_TOKENS = 96
+_TURNS = 3
+_BURST = 24
+_STREAMS = 4
+_TRANSFER_BYTES = 64 << 20
+_MOST_PAGES = 1 << 14
+Say = Callable[[str], None]
+
+
+async def measure(fleet: Started, plane: str, say: Say) -> Profile:
+    """Measure times to first tokens, decode steps and transfers.
+
+    Raises: KvflowError if the fleet does not answer.
+    """
+    sizes, asker = fleet.sizes, _Asker(fleet)
+    await asker.at_once([_SHORT_TOKENS] * 4, 8)  # to warm up
+    prompts = []
+    for tokens in _lengths(sizes):
+        # The fastest turn is the one that other processes of the machine disturbed least.
+        seconds = min([(await asker.at_once([tokens], 1))[0].first_s for _ in range(_TURNS)])
+        prompts.append(Prompted(tokens, 1, seconds))
+        say(f"prompt of {tokens} tokens: {prompts[-1].seconds * 1e3:.1f} ms")
+    burst = [
+        max(one.end_s for one in await asker.at_once([_SHORT_TOKENS] * _BURST, 1))
+        for _ in range(_TURNS)
+    ]
+    prompts.append(Prompted(_SHORT_TOKENS, _BURST, min(burst)))
+    say(f"{_BURST} prompts of {_SHORT_TOKENS} at once: {prompts[-1].seconds * 1e3:.1f} ms")
+    steps = [await _steps(asker, batch, _SHORT_TOKENS, sizes) for batch in BATCHES]
+    long = min(sizes.max_model_len // 2, sizes.decode_pool // 8 - _NEW_TOKENS)
+    if long > 4 * (_SHORT_TOKENS + _NEW_TOKENS):
+        steps.append(await _steps(asker, 4, long, sizes))
+    for step in steps:
+        say(f"decode step of {step.batch}, context {step.context:g}: {step.seconds * 1e3:.2f} ms")
+    beside = min([await _beside(asker, sizes) for _ in range(2)], key=sum)
+    say(f"on one machine, prefill takes {beside[0]:.2f} times, and decode {beside[1]:.2f} times")
+    bytes_s = await transfer_bytes_s(sizes, plane)
+    say(f"transfer over {plane}: {bytes_s / 1e9:.2f} GB/s")
+    about = fleet.about
+    return Profile(
+        model=about["model_path"],
+        device=about["pool"]["device"],
+        dtype=about["dtype"],
+        sizes=sizes,
+        prompts=prompts,
+        steps=steps,
+        transfer_bytes_s=bytes_s,
+        beside_decode=beside[0],
+        beside_prefill=beside[1],
+    )
+
+
+def _lengths(sizes: Sizes) -> list[int]:
+    """Return prompts of a part of a chunk, of one, and of several."""
+    chunk, most = sizes.chunk_tokens, min(sizes.max_model_len, sizes.prefill_pool) - 2
+    wanted = (chunk // 16, chunk // 8, chunk // 4, chunk // 2, chunk, 2 * chunk, 4 * chunk, most)
+    return sorted({tokens for tokens in wanted if 1 <= tokens <= min(most, 8 * chunk)})
+
+
+class _Asker:
+    """Sends prompts that no cache has."""
+
+    def __init__(self, fleet: Started) -> None:
+        self._fleet, self._numbers = fleet, itertools.count(1)
+
+    async def at_once(self, lengths: list[int], new_tokens: int) -> list[Played]:
+        found = [
+            prompt_of(Request(0, tokens, new_tokens, (0,)), tokens, next(self._numbers))
+            for tokens in lengths
+        ]
+        return await asyncio.gather(*(self._fleet.ask(ids, new_tokens) for ids in found))
+
+
+async def _steps(asker: _Asker, batch: int, tokens: int, sizes: Sizes) -> Stepped:
+    """Return the time of a step while `batch` requests run at once."""
+    new_tokens = min(_NEW_TOKENS, sizes.max_model_len - tokens)
+    found = []
+    for _ in range(_TURNS):
+        answers = await asker.at_once([tokens] * batch, new_tokens)
+        found.append(statistics.median(_gap_s(one, new_tokens) for one in answers))
+    return Stepped(batch, tokens + new_tokens / 2, min(found))
+
+
+def _gap_s(played: Played, new_tokens: int) -> float:
+    return (played.end_s - played.first_s) / (new_tokens - 1)
+
+
+async def _beside(asker: _Asker, sizes: Sizes) -> tuple[float, float]:
+    """Return how much longer prefill and decode take while the other one is busy, as factors."""
+    tokens = min(4 * sizes.chunk_tokens, sizes.max_model_len // 2)
+    streamed = min(4 * _NEW_TOKENS, sizes.max_model_len - _SHORT_TOKENS)
+
+    async def prompts_until(over: asyncio.Event) -> list[Played]:
+        found = []
+        while not over.is_set():
+            found += await asker.at_once([tokens], 1)
+        return found
+
+    async def streams() -> float:
+        answers = await asker.at_once([_SHORT_TOKENS] * _STREAMS, streamed)
+        return statistics.median(_gap_s(one, streamed) for one in answers)
+
+    alone_s = min([(await asker.at_once([tokens], 1))[0].first_s for _ in range(_TURNS)])
+    step_s = await streams()
+    over = asyncio.Event()
+    prompting = asyncio.create_task(prompts_until(over))
+    try:
+        both_s = await streams()
+    finally:
+        over.set()
+    prompts = await prompting
+    # The last prompt ended beside nothing.
+    first_s = statistics.median(one.first_s for one in prompts[:-1] or prompts)
+    return max(1.0, first_s / alone_s), max(1.0, both_s / step_s)
+
+
+async def transfer_bytes_s(sizes: Sizes, plane: str) -> float:
+    """Return the bytes per second of one large room over a data plane, in one process."""
+    page_bytes = sizes.token_bytes * sizes.page_size
+    pages = max(1, min(_TRANSFER_BYTES // page_bytes, _MOST_PAGES))
+    layout = opaque_layout(
+        {"kv": page_bytes}, page_size=sizes.page_size, num_pages=pages, tag="plan"
+    )
+    prompt = np.zeros(pages * sizes.page_size, np.uint32)
+    found = []
+    with (
+        closing(PagedPool.allocate(layout)) as source,
+        closing(PagedPool.allocate(layout)) as target,
+    ):
+        async with (
+            PrefillNode(source, plane=plane) as prefill,
+            DecodeNode(target, plane=plane) as decode,
+        ):
+            for room in range(1, _TURNS + 2):
+                async with (
+                    prefill.room(room, prompt) as sending,
+                    decode.room(room, [prefill.info], prompt) as receiving,
+                ):
+                    await sending.matched()
+                    own = prefill.pages.take(pages, "plan")
+                    begun_s = time.perf_counter()
+                    sending.send(own, last=True)
+                    await receiving.landed()
+                    found.append(time.perf_counter() - begun_s)
+                    await sending.done()
+                    prefill.pages.give_back(own, "plan")
+    # The first room touches new memory.
+    return pages * page_bytes / min(found[1:])
