@@ -254,7 +254,7 @@ def _long() -> list[Step]:
         for block in blocks_of(page):
             enter, *rest = commands_of(block)
             for command in rest:
-                if command.startswith(("kvflow sim", "kvflow bench")):
+                if command.startswith(("kvflow sim", "kvflow bench", "kvflow plan")):
                     less = less_of(command)
                     found.append(
                         Step(command, f"{enter}\n{command} {less}".rstrip(), (command,), 280)

@@ -15,6 +15,7 @@ import kvflow
 from docs.scripts import reference
 from kvflow.bench.commands import app as bench
 from kvflow.cli import app
+from kvflow.plan.commands import app as plan
 from kvflow.proof.sim.commands import app as sim
 from kvflow.serve.config import catalog
 from kvflow.serve.config.kv_events import KvEvents
@@ -67,7 +68,7 @@ def cited(page: str, pattern: str) -> set[str]:
 def flags_of_commands() -> set[str]:
     import typer.main
 
-    found, waiting = set(), [typer.main.get_command(one) for one in (app, bench, sim)]
+    found, waiting = set(), [typer.main.get_command(one) for one in (app, bench, plan, sim)]
     while waiting:
         command = waiting.pop()
         found |= {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}

@@ -13,6 +13,7 @@ import typer.main
 
 from kvflow.bench.commands import app as bench
 from kvflow.cli import app
+from kvflow.plan.commands import app as plan
 from kvflow.proof.sim.commands import app as sim
 from tests import printed
 from tests.printed import Step
@@ -28,7 +29,7 @@ QUICK = [step for step in STEPS if step not in (DEMO, *SERVED, TWO_MACHINES, INS
 # Tests in tests/bench run what these measure, small; the servers are those of TWO_MACHINES.
 OF_A_SOAK = (
     *(f"kvflow bench {name}" for name in ("abort", "cache", "group", "offload", "overcommit")),
-    *("kvflow bench transfer", "two machines"),
+    *("kvflow bench transfer", "kvflow plan", "two machines"),
 )
 # The build tool and the packages are those of this environment; nothing is downloaded.
 OFFLINE = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1", "PIP_NO_COMPILE": "1"}
@@ -108,10 +109,10 @@ def test_quick_commands(step: Step, checkout: Checkout) -> None:
 )
 def test_every_option_of_a_printed_command_is_read(command: str) -> None:
     _, name, *words = shlex.split(command.replace("\\\n", "").removesuffix("&"))
-    found: Any = typer.main.get_command({"bench": bench, "sim": sim}.get(name, app))
+    found: Any = typer.main.get_command({"bench": bench, "plan": plan, "sim": sim}.get(name, app))
     if name == "bench":
         name, *words = words
-    if name != "sim":
+    if name not in ("plan", "sim"):
         found = found.commands[name]
     assert found.make_context(name, words)
 
