@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvflow.plan.profile import Profile, StepTimes, load_profile
 from kvflow.plan.search import Limits, Plan, errors, search
-from kvflow.plan.simulate import Figures, Simulated, simulate
+from kvflow.plan.simulate import Figures, Sharing, Simulated, simulate
 from kvflow.plan.trace import BLOCK_TOKENS, Trace, read_trace
 from kvflow.protocols.errors import MisuseError
 from kvflow.usage import App
@@ -149,30 +149,41 @@ async def _checked(
         _say(f"playing {len(trace.requests)} requests on {shape[0]} prefills, {shape[1]} decodes")
         before = fleet.cpu_times_s()
         real = Figures(await play(fleet, trace, most_s))
-        ran_s, waited_s = (
-            after - first for after, first in zip(fleet.cpu_times_s(), before, strict=True)
-        )
+        ran_s, waited_s = fleet.cpu_times_s(before)
         sizes = fleet.sizes
+    times, found = StepTimes(profile), Simulated(real, 0, 0)
     # All of this fleet is on one machine, where the roles take time from each other.
-    beside = profile.beside_decode, profile.beside_prefill
-    predicted = simulate(trace, StepTimes(profile), sizes, *shape, beside=beside)
-    rows = errors(predicted, Simulated(real, 0, 0))
+    sharing = Sharing(profile.beside_decode, profile.beside_prefill)
+    predicted = simulate(trace, times, sizes, *shape, sharing=sharing)
+    # What other programs took is known only afterwards, so this is no prediction. It shows how much
+    # of the error is theirs.
+    factors = [1 + waited_s[role] / max(ran_s[role], 1e-9) for role in ("prefill", "decode")]
+    waiting = Sharing(prefill=factors[0], decode=factors[1])
+    slowed = simulate(trace, times, sizes, *shape, sharing=waiting)
     return {
         "prefills": shape[0],
         "decodes": shape[1],
-        # Other processes of this machine make a run slower than what was measured.
-        "cpu_s": ran_s,
-        "waited_for_cpu_s": waited_s,
+        "cpu_s": sum(ran_s.values()),
+        "waited_for_cpu_s": sum(waited_s.values()),
+        "slowed_by": dict(zip(("prefill", "decode"), factors, strict=True)),
         "rows": [
             {
                 "figure": name,
                 "predicted": ours,
                 "real": theirs,
-                "error": (ours - theirs) / theirs if theirs else 0.0,
+                "error": _error(ours, theirs),
+                "with_waiting": later,
+                "error_with_waiting": _error(later, theirs),
             }
-            for name, ours, theirs in rows
+            for (name, ours, theirs), (_, later, _) in zip(
+                errors(predicted, found), errors(slowed, found), strict=True
+            )
         ],
     }
+
+
+def _error(predicted: float, real: float) -> float:
+    return (predicted - real) / real if real else 0.0
 
 
 def _report(
@@ -275,18 +286,21 @@ def _cells(one: dict[str, float]) -> list[str]:
 
 def _print_check(console: Console, check: dict[str, Any]) -> None:
     table = Table(title=f"real run: {check['prefills']} prefills, {check['decodes']} decodes")
-    for name in ("", "predicted", "real", "error"):
+    for name in ("", "real", "predicted", "error", "with waiting", "error"):
         table.add_column(name, justify="right")
     for row in check["rows"]:
         table.add_row(
             row["figure"],
-            f"{row['predicted']:.4g}",
             f"{row['real']:.4g}",
+            f"{row['predicted']:.4g}",
             f"{row['error']:+.0%}",
+            f"{row['with_waiting']:.4g}",
+            f"{row['error_with_waiting']:+.0%}",
         )
     console.print(table)
     console.print(
         f"The fleet ran for {check['cpu_s']:.1f} s of CPU time, and waited "
-        f"{check['waited_for_cpu_s']:.1f} s for a CPU.",
+        f'{check["waited_for_cpu_s"]:.1f} s for a CPU. "With waiting" is a simulation with steps '
+        "that much longer.",
         highlight=False,
     )

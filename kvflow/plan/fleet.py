@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from kvflow.serve.launch.supervisor import Fleet
 # Ids of prompts stay below this, so that they are in the vocabulary of any model.
 _VOCABULARY = 256
 _FIRST_ID = 3
+CpuTimes = tuple[Mapping[str, float], Mapping[str, float]]
 
 
 class Fleets:
@@ -51,7 +53,7 @@ class Fleets:
             for child in (*fleet.prefills, *fleet.decodes):
                 async with session.get(f"{child.url}/server_info") as answer:
                     infos.append(await answer.json())
-            pids = [child.process.pid for child in fleet.children]
+            pids = [(child.role, child.process.pid) for child in fleet.children]
             yield Started(fleet.url, self.settings, infos[:prefills], infos[prefills:], pids)
 
 
@@ -79,7 +81,7 @@ class Started:
         settings: Settings,
         prefills: Sequence[dict[str, Any]],
         decodes: Sequence[dict[str, Any]],
-        pids: Sequence[int],
+        pids: Sequence[tuple[str, int]],
     ) -> None:
         self.url, self._settings = url, settings
         self._prefills, self._decodes, self._pids = prefills, decodes, pids
@@ -103,15 +105,21 @@ class Started:
             new_token_ratio=settings.new_token_ratio,
         )
 
-    def cpu_times_s(self) -> tuple[float, float]:
-        """Return how long all threads of the fleet ran, and how long they waited for a CPU."""
-        ran_ns = waited_ns = 0
-        for pid in self._pids:
+    def cpu_times_s(self, before: CpuTimes | None = None) -> CpuTimes:
+        """Return how long the threads of each role ran, and waited for a CPU, since `before`."""
+        ran_s: dict[str, float] = defaultdict(float)
+        waited_s: dict[str, float] = defaultdict(float)
+        for role, pid in self._pids:
             for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
                 with suppress(OSError):  # a thread that has just ended
                     ran, waited, _ = map(int, path.read_text().split())
-                    ran_ns, waited_ns = ran_ns + ran, waited_ns + waited
-        return ran_ns / 1e9, waited_ns / 1e9
+                    ran_s[role] += ran / 1e9
+                    waited_s[role] += waited / 1e9
+        if before is not None:
+            for role in ran_s:
+                ran_s[role] -= before[0].get(role, 0.0)
+                waited_s[role] -= before[1].get(role, 0.0)
+        return ran_s, waited_s
 
     async def ask(self, ids: Sequence[int], new_tokens: int) -> Played:
         """Stream one completion. Raises: KvflowError if it is not answered to its end."""

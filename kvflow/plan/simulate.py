@@ -17,6 +17,7 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -118,13 +119,29 @@ class _Running:
         return self.outcome.request
 
 
+class Sharing(NamedTuple):
+    """Factors for the steps of a fleet whose roles share one machine."""
+
+    beside_decode: float = 1.0
+    """For a prefill step while a decode steps."""
+    beside_prefill: float = 1.0
+    """For a decode step while a prefill computes."""
+    prefill: float = 1.0
+    """For every prefill step, and what a request costs before it."""
+    decode: float = 1.0
+    """For every decode step."""
+
+
+APART = Sharing()
+
+
 class _Clock:
     """Events in order of time, and of their number among equals. It also counts running steps."""
 
-    def __init__(self, beside_decode: float, beside_prefill: float) -> None:
+    def __init__(self, sharing: Sharing) -> None:
         self.now_s = 0.0
         self.prefill_steps = self.decode_steps = 0
-        self._beside_decode, self._beside_prefill = beside_decode, beside_prefill
+        self._sharing = sharing
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
@@ -132,12 +149,16 @@ class _Clock:
         heapq.heappush(self._events, (time_s, next(self._numbers), act))
 
     def after_prefill_step(self, step_s: float, act: Callable[[], None]) -> None:
-        factor = self._beside_decode if self.decode_steps else 1.0
+        factor = self._sharing.prefill
+        if self.decode_steps:
+            factor *= self._sharing.beside_decode
         self.prefill_steps += 1
         self.at(self.now_s + step_s * factor, act)
 
     def after_decode_step(self, step_s: float, act: Callable[[], None]) -> None:
-        factor = self._beside_prefill if self.prefill_steps else 1.0
+        factor = self._sharing.decode
+        if self.prefill_steps:
+            factor *= self._sharing.beside_prefill
         self.decode_steps += 1
         self.at(self.now_s + step_s * factor, act)
 
@@ -327,14 +348,14 @@ def simulate(
     *,
     prefill_pool: int = 0,
     decode_pool: int = 0,
-    beside: tuple[float, float] = (1.0, 1.0),
+    sharing: Sharing = APART,
 ) -> Simulated:
     """Play a trace on a fleet. Pools are in tokens; 0 takes those of `sizes`.
 
-    `beside` are factors for steps of prefills while a decode steps, and of decodes while a prefill
-    does, of a fleet on one machine; see `Profile`. A request that no pool holds runs alone.
+    Without `sharing`, each worker has a machine of its own. A request that no pool holds runs
+    alone.
     """
-    clock, block = _Clock(*beside), trace.block_tokens
+    clock, block = _Clock(sharing), trace.block_tokens
     sources = [
         _Prefill(clock, times, sizes, prefill_pool or sizes.prefill_pool, block)
         for _ in range(prefills)
@@ -354,7 +375,10 @@ def simulate(
         target.promise(running, lambda: source.add(running))
 
     for outcome in outcomes:
-        clock.at(outcome.request.at_s + times.request_s, functools.partial(arrive, outcome))
+        clock.at(
+            outcome.request.at_s + times.request_s * sharing.prefill,
+            functools.partial(arrive, outcome),
+        )
     clock.run()
     return Simulated(
         Figures(outcomes),

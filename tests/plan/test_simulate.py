@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvflow.plan.profile import StepTimes
-from kvflow.plan.simulate import Outcome, Simulated, simulate
+from kvflow.plan.simulate import Outcome, Sharing, Simulated, simulate
 from kvflow.plan.trace import Request, Trace
 from tests.plan import profiles as known
 
@@ -100,9 +100,12 @@ def test_the_router_sends_a_prompt_to_where_it_was_sent_before() -> None:
 def test_roles_of_one_machine_slow_each_other_down() -> None:
     requests = [request(0, 16, 200, 0), request(0.1, 2000, 1, 50)]
     apart = outcomes(played(*requests))
-    beside = outcomes(played(*requests, beside=(1.5, 2.0)))
+    beside = outcomes(played(*requests, sharing=Sharing(1.5, 2.0)))
     assert beside[0].itl_s > apart[0].itl_s
     assert beside[1].first_s == pytest.approx(1.5 * apart[1].first_s, rel=0.15)
+    slow = outcomes(played(*requests, sharing=Sharing(prefill=3, decode=5)))
+    assert slow[0].itl_s == pytest.approx(5 * apart[0].itl_s)
+    assert slow[1].first_s == pytest.approx(3 * apart[1].first_s, rel=0.01)
 
 
 @pytest.mark.parametrize("seed", range(20))
