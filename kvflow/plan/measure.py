@@ -16,6 +16,7 @@ from kvflow.node import DecodeNode, PrefillNode
 from kvflow.plan.fleet import Played, Started, prompt_of
 from kvflow.plan.profile import Profile, Prompted, Sizes, Stepped
 from kvflow.plan.trace import Request
+from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import opaque_layout
 
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -32,12 +33,13 @@ Say = Callable[[str], None]
 async def measure(fleet: Started, plane: str, say: Say) -> Profile:
     """Measure times to first tokens, decode steps and transfers.
 
-    Raises: KvflowError if the fleet does not answer.
+    Raises: KvflowError if the fleet does not answer, MisuseError if its pools are too small.
     """
     sizes, asker = fleet.sizes, _Asker(fleet)
+    batches = batches_of(sizes)
     await asker.at_once([_SHORT_TOKENS] * 4, 8)  # to warm up
     prompts = []
-    for tokens in _lengths(sizes):
+    for tokens in lengths_of(sizes):
         # The fastest turn is the one that other processes of the machine disturbed least.
         seconds = min([(await asker.at_once([tokens], 1))[0].first_s for _ in range(_TURNS)])
         prompts.append(Prompted(tokens, 1, seconds))
@@ -48,7 +50,7 @@ async def measure(fleet: Started, plane: str, say: Say) -> Profile:
     ]
     prompts.append(Prompted(_SHORT_TOKENS, _BURST, min(burst)))
     say(f"{_BURST} prompts of {_SHORT_TOKENS} at once: {prompts[-1].seconds * 1e3:.1f} ms")
-    steps = [await _steps(asker, batch, _SHORT_TOKENS, sizes) for batch in BATCHES]
+    steps = [await _steps(asker, batch, _SHORT_TOKENS, sizes) for batch in batches]
     long = min(sizes.max_model_len // 2, sizes.decode_pool // 8 - _NEW_TOKENS)
     if long > 4 * (_SHORT_TOKENS + _NEW_TOKENS):
         steps.append(await _steps(asker, 4, long, sizes))
@@ -72,7 +74,19 @@ async def measure(fleet: Started, plane: str, say: Say) -> Profile:
     )
 
 
-def _lengths(sizes: Sizes) -> list[int]:
+def batches_of(sizes: Sizes) -> list[int]:
+    """Return the batches that decode runs at once. Raises: MisuseError if there are none."""
+    each = _SHORT_TOKENS + _NEW_TOKENS
+    most = min(sizes.max_running, sizes.decode_pool // each)
+    if sizes.max_model_len < each or most < 1:
+        raise MisuseError(
+            f"plan measures with requests of {each} tokens: the decode pool holds "
+            f"{sizes.decode_pool} tokens, and requests have {sizes.max_model_len} at most"
+        )
+    return [batch for batch in BATCHES if batch <= most]
+
+
+def lengths_of(sizes: Sizes) -> list[int]:
     """Return prompts of a part of a chunk, of one, and of several."""
     chunk, most = sizes.chunk_tokens, min(sizes.max_model_len, sizes.prefill_pool) - 2
     wanted = (chunk // 16, chunk // 8, chunk // 4, chunk // 2, chunk, 2 * chunk, 4 * chunk, most)
