@@ -1,5 +1,5 @@
-"""The command line: kvflow prefill | decode | router | up | top | demo | bench | plan | sim | doctor |
-keygen | declare-dead.
+"""The command line: kvflow prefill | decode | router | up | top | demo | bench | plan | sim |
+doctor | keygen | declare-dead.
 
 Options are generated from the fields of `config.settings.Settings`, so that flags, environment and
 file always agree. Commands import heavy modules only when they run: `kvflow --help` loads neither

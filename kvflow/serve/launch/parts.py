@@ -76,7 +76,8 @@ async def loaded_model(
             )
             model = await executor.run(load)
         try:
-            yield shortened(model, settings), executor
+            model = shortened(model, settings)
+            yield model, executor
         finally:
             model.grammars.close()
             model.neighbours.close()
