@@ -21,8 +21,14 @@ from tests.shells import PATH, ROOT, STOP, Checkout, has_namespaces, is_free, po
 
 README, CHAT = "README.md", "examples/chat.py"
 QUICKSTART, SERVE, TWO_MACHINES = "docs/quickstart.md", "docs/serve.md", "docs/two-machines.md"
-# A reader of these has entered an environment before, or that of another engine.
-ELSEWHERE = (TWO_MACHINES, "docs/vllm.md", "docs/sglang.md")
+# A reader of these has entered an environment before, or that of another engine, or needs none.
+ELSEWHERE = (
+    TWO_MACHINES,
+    "docs/vllm.md",
+    "docs/sglang.md",
+    "examples/container/README.md",
+    "examples/systemd/README.md",
+)
 PAGES = (
     README,
     *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")),

@@ -120,9 +120,9 @@ async def test_behind_sglang_router(fleet: Fleet) -> None:
             assert text.choices[0].text == direct["text"]
             # Both legs refuse by themselves: neither waits for the other.
             async with asyncio.timeout(WITHIN_S):
-                with pytest.raises(openai.BadRequestError, match="regex is not supported"):
+                with pytest.raises(openai.BadRequestError, match="stop_regex is not supported"):
                     await client.completions.create(
-                        model="default", prompt="a", extra_body={"regex": "a+"}
+                        model="default", prompt="a", extra_body={"stop_regex": "a+"}
                     )
                 with pytest.raises(openai.NotFoundError, match="'other' is not served here"):
                     await client.completions.create(model="other", prompt="a")

@@ -58,6 +58,7 @@ class Follower:
             cache=None,
             runner=SimpleNamespace(rest=lambda: None),
             give_back=self._give_back,
+            adjustments_of=lambda params, sequence: None,
             layout=build_layout([StateKind("k", "int8", (1,))], page_size=4, num_pages=8),
             pages=PageAllocator(1),
             rows=None,
