@@ -190,7 +190,7 @@ class TestPrefill:
             start(2, 1, (2, 17, 18, 27), (1, 6, 8, 9))
         ]
 
-    @pytest.mark.parametrize(("share", "refusal"), [(0.3, "asked for 3, limit 2"), (0.34, "")])
+    @pytest.mark.parametrize(("share", "refusal"), [(0.3, "asked for 6, limit 4"), (0.34, "")])
     def test_writes_that_do_not_end_are_counted_by_space(self, share: float, refusal: str) -> None:
         """Of the window with its nine pages three are read, and three of sixteen others."""
         prefill = prefill_of(bounds=Bounds(pinned_share=share))
