@@ -186,9 +186,7 @@ class CompletionPipeline(Drainable):
 
     async def _compile(self, asked: set[Grammar | None]) -> None:
         """Compile grammars. Raises: RequestError (400) if one cannot be compiled."""
-        for grammar in asked:
-            if grammar is None:
-                continue
+        for grammar in asked - {None}:
             if self._grammars is None:
                 raise RequestError("this server has no grammars")
             try:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.engine.model.grammars import Grammars
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.scheduler.adjustments import adjustments_of
@@ -28,6 +29,7 @@ from tests.serve.engine.tiny_models import Stock
 
 NEW = 24
 PROMPT = prompt_of(30)
+NO_GRAMMARS = Grammars(None, 0, frozenset())
 
 
 def row(seed: int, vocabulary: int = 400) -> torch.Tensor:
@@ -39,7 +41,7 @@ def draw(params: SamplingParams, tokens: list[int], prompt_length: int, *eos_ids
     sequence = Sequence("test", tokens[:prompt_length], 100, 16)
     for token in tokens[prompt_length:]:
         sequence.append(token)
-    adjustments = adjustments_of(params, sequence, frozenset(eos_ids))
+    adjustments = adjustments_of(params, sequence, frozenset(eos_ids), NO_GRAMMARS)
     return Draw(params, params.seed or 0, len(tokens), adjustments)
 
 

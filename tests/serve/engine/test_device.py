@@ -17,6 +17,7 @@ from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.serve.engine.model import device, thread
 from kvflow.serve.engine.model.device import find_device
+from kvflow.serve.engine.model.grammars import Grammars
 from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.model.runner import Runner
 from kvflow.serve.engine.model.sequence import Sequence
@@ -151,7 +152,8 @@ def test_sampling_makes_its_tensors_where_the_logits_are(seed: int) -> None:
         assert len(choose(logits, [Draw(p, 1, 2) for p in each])) == 4
         sequence = Sequence(0, [1, 2, 3], 8, 4)
         changing = SamplingParams(frequency_penalty=0.5, repetition_penalty=1.2, min_new_tokens=2)
-        adjust = adjustments_of(changing, sequence, frozenset([9]))
+        grammars = Grammars(None, 0, frozenset())
+        adjust = adjustments_of(changing, sequence, frozenset([9]), grammars)
         assert adjust is not None
         adjust(logits[0], 3)
         sequence.computed = 0

@@ -408,6 +408,16 @@ async def test_a_retracted_request_goes_on_in_its_grammar(
         assert pair.decode.retraction.retracts >= 4
 
 
+async def test_prompts_that_decode_computes_itself_have_the_answers_of_a_pair(
+    demo: LoadedModel,
+) -> None:
+    prompt, params = prompts(demo)[0], greedy(9, grammar=Grammar("regex", "[a-f]{4}"))
+    async with EnginePair(demo, local_prefill_chunk=16) as pair:
+        found = [out.token_id async for out in pair.decode.compute(prompt, params)]
+        assert found == await pair.tokens(prompt, params)
+    assert re.fullmatch("[a-f]{4}", demo.tokenizer.decode(found[:-1]))
+
+
 async def test_choices_drawn_at_random_all_match(demo: LoadedModel) -> None:
     pattern = "(red|green|blue)( (red|green|blue)){2}"
     async with EnginePair(demo) as pair:
@@ -449,11 +459,12 @@ async def test_a_grammar_that_fails_ends_its_own_request_alone(
 
 async def test_an_engine_compiles_what_no_server_has_compiled(demo: LoadedModel) -> None:
     fresh = replace(demo)
-    async with EnginePair(fresh) as pair:
+    async with EnginePair(fresh, local_prefill_chunk=16) as pair:
         bad, prompt = greedy(5, grammar=Grammar("regex", "(")), prompts(demo)[0]
         for leg in (
             pair.prefill.prefill(pair.room(prompt).prefill_half, prompt, bad),
             anext(pair.decode.generate(pair.room(prompt), prompt, bad)),
+            anext(pair.decode.compute(prompt, bad)),
         ):
             with pytest.raises(MisuseError, match="regex cannot be compiled"):
                 await leg

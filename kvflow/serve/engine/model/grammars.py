@@ -123,13 +123,13 @@ class Grammars:
         self._thread: Threads | None = None
         self._masking: ThreadPoolExecutor | None = None
 
-    async def compile(self, grammar: Grammar) -> None:
-        """Compile a grammar in a thread, unless it is kept.
+    async def compile(self, grammar: Grammar | None) -> None:
+        """Compile the grammar of a request, if it has one, in a thread, unless it is kept.
 
         Raises: MisuseError if it cannot be compiled, or if this model or installation has no
         grammars.
         """
-        if self._find(grammar) is not None:
+        if grammar is None or self._find(grammar) is not None:
             return
         if self._thread is None:
             self._thread = Threads("grammar")

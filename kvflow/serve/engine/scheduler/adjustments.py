@@ -15,7 +15,6 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from kvflow.protocols.errors import MisuseError
 from kvflow.serve.engine.model.grammars import Grammars, Matcher
 from kvflow.serve.engine.model.sequence import Sequence
 from kvflow.serve.engine.scheduler.params import SamplingParams
@@ -48,8 +47,8 @@ class Adjustments:
         params: SamplingParams,
         sequence: Sequence,
         eos_ids: frozenset[int],
-        matcher: Matcher | None = None,
-        grammars: Grammars | None = None,
+        matcher: Matcher | None,
+        grammars: Grammars,
     ) -> None:
         """`matcher` is the beginning of the request's grammar, which `grammars` compiled."""
         self._params, self._sequence, self._eos_ids = params, sequence, eos_ids
@@ -121,7 +120,7 @@ def adjustments_of(
     params: SamplingParams,
     sequence: Sequence,
     eos_ids: frozenset[int],
-    grammars: Grammars | None = None,
+    grammars: Grammars,
 ) -> Adjustments | None:
     """Return what changes the logits of a request, or None if nothing does.
 
@@ -131,7 +130,5 @@ def adjustments_of(
         return None
     matcher = None
     if params.grammar is not None:
-        if grammars is None:
-            raise MisuseError("this engine has no grammars")
         matcher = grammars.matcher(params.grammar)
     return Adjustments(params, sequence, eos_ids, matcher, grammars)

@@ -295,8 +295,7 @@ class DecodeEngine(EngineLoop):
                 if prefix is not None:
                     admission.cover(int(prefix.pages.size))
                 admission.took(self._layout.counted(room.pages)[0])
-            if params.grammar is not None:
-                await self._model.grammars.compile(params.grammar)
+            await self._model.grammars.compile(params.grammar)
             handoff = HandOff.decode(await room.landed())
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
@@ -339,6 +338,7 @@ class DecodeEngine(EngineLoop):
         Raises: RefusedError if a pair has to serve the request, MisuseError, CapacityError.
         """
         self.local.check(params)
+        await self._model.grammars.compile(params.grammar)
         number, request, prefix = next(self._numbers), None, None
         admission = await self.admit(prompt, params, namespace)
         try:
@@ -377,7 +377,7 @@ class DecodeEngine(EngineLoop):
         places = self.local.take(sequence, prefix)
         admission.took(int(places[0].size))
         resident = Resident(owner, places, allocators=self._allocators, store=self._snapshots)
-        adjustments = adjustments_of(params, sequence, self._model.eos_ids)
+        adjustments = adjustments_of(params, sequence, self._model.eos_ids, self._model.grammars)
         request = DecodeRequest(
             number, sequence, resident, params, limit, admission, adjustments, None, prefix
         )

@@ -152,8 +152,7 @@ class PrefillEngine(EngineLoop):
         try:
             self._refuse_when_closing()
             self.check(prompt, params)
-            if params.grammar is not None:
-                await self._model.grammars.compile(params.grammar)
+            await self._model.grammars.compile(params.grammar)
             request = self._new_request(room, prompt, params, namespace=namespace)
             if into is None:
                 self.may_begin(request)
