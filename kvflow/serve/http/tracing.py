@@ -59,7 +59,7 @@ async def _traced(
 
 
 def _add_spans(span: Span, marks: Marks, request: GenerationRequest, role: str) -> None:
-    room: Attributes = {"kvflow.room": str(request.room)}
+    room: Attributes = {} if request.room is None else {"kvflow.room": str(request.room)}
     _add_room(span, marks, room, role)
     if marks.placed_at_s:
         span.child("queue", marks.queued_at_s, marks.placed_at_s, room)
@@ -71,8 +71,9 @@ def _add_spans(span: Span, marks: Marks, request: GenerationRequest, role: str) 
         }
         span.child("prefill steps", marks.steps_began_at_s, marks.stepped_at_s, {**room, **steps})
     if role == "decode" and marks.first_at_s:
-        landed_at_s = marks.room_ended_at_s or marks.first_at_s
-        span.child("first token", landed_at_s, marks.first_at_s, room)
+        # A prompt that decode computes itself has no room. Its steps begin after the queue.
+        ready_at_s = marks.room_ended_at_s or marks.placed_at_s
+        span.child("first token", ready_at_s, marks.first_at_s, room)
         used: dict[str, int | list[str]] = {"gen_ai.usage.output_tokens": marks.tokens}
         if marks.cached_tokens:
             used["gen_ai.usage.cache_read.input_tokens"] = marks.cached_tokens

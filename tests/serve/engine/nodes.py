@@ -41,7 +41,10 @@ async def nodes(
     rendezvous_s: float = Timing().rendezvous_s,
     **options: Any,
 ) -> AsyncIterator[Nodes]:
-    """Both nodes and engines; `options` are the prefill engine's. In the end nothing is left."""
+    """Both nodes and engines; `options` are the prefill engine's. In the end nothing is left.
+
+    Decode computes prompts without a room, too.
+    """
     layout = build_layout(
         model.streams, page_size=PAGE_SIZE, num_pages=PAGES, fingerprint=model.fingerprint
     )
@@ -63,7 +66,9 @@ async def nodes(
         given = zip(pools, threads, found, strict=True)
         (source, first, before), (target, second, after) = given
         sending = PrefillEngine(model, source, source.pages, first, cache=before, **options)
-        landing = DecodeEngine(model, target, target.pages, second, cache=after)
+        landing = DecodeEngine(
+            model, target, target.pages, second, cache=after, local_prefill_chunk=PAGE_SIZE
+        )
         for part in (prefill, decode, sending, landing):
             await part.start()
             stack.push_async_callback(part.close)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
+import msgspec
 import pytest
 
 from kvflow.protocols.errors import Code, KvflowError
@@ -69,7 +70,7 @@ async def services(model: LoadedModel, rendezvous_s: float = 60.0) -> AsyncItera
 
 
 async def answered(
-    service: CompletionService, spans: Spans, room: int = 7, count: int = 5
+    service: CompletionService, spans: Spans, room: int | None = 7, count: int = 5
 ) -> tuple[int, Code | None]:
     """Serve one completion as a request's task does. Return its tokens, and how it failed."""
     trace = RequestTrace("id")
@@ -77,7 +78,8 @@ async def answered(
     CURRENT.set(trace)
     tokens = 0
     try:
-        async for _ in traced(service, request(room, prompt_of(13), count)):
+        asked = msgspec.structs.replace(request(0, prompt_of(13), count), room=room)
+        async for _ in traced(service, asked):
             tokens += 1
     except KvflowError as error:
         return tokens, error.code
@@ -114,6 +116,21 @@ async def test_the_stages_of_both_halves_follow_each_other(llama: LoadedModel) -
     generated = decode["generation"].attributes
     assert generated["gen_ai.usage.output_tokens"] == 5
     assert generated["gen_ai.response.finish_reasons"] == ["length"]
+
+
+async def test_a_prompt_that_decode_computes_itself_has_the_stages_without_a_room(
+    llama: LoadedModel,
+) -> None:
+    async with services(llama) as pair:
+        spans = Spans()
+        assert await asyncio.create_task(answered(pair.decode, spans, room=None)) == (5, None)
+    stages = ["queue", "first token", "generation"]
+    assert list(spans.children) == stages
+    for before, after in itertools.pairwise(stages):
+        assert spans.children[after].began_s == spans.children[before].ended_s
+    first = spans.children["first token"]
+    assert first.began_s < first.ended_s
+    assert not any("kvflow.room" in child.attributes for child in spans.children.values())
 
 
 async def test_a_completion_that_fails_has_the_stages_that_it_reached(llama: LoadedModel) -> None:
