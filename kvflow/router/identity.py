@@ -90,3 +90,13 @@ async def ask(
                 f"{path} answered {answer.status}" + (f": {meaning}" if meaning else "")
             )
         return msgspec.json.decode(await answer.read())
+
+
+async def read_at_most(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes | None:
+    """Return the body of a worker's answer, or None if it has more than `most_bytes`."""
+    raw = bytearray()
+    async for piece in answer.content.iter_any():
+        raw += piece
+        if len(raw) > most_bytes:
+            return None
+    return bytes(raw)

@@ -15,6 +15,7 @@ from prometheus_client.samples import Sample
 
 from kvflow.http.families import FamiliesOf
 from kvflow.http.metrics import TEXT_FORMAT
+from kvflow.router.identity import read_at_most
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.workers import Workers
 
@@ -73,11 +74,11 @@ class WorkerMetrics:
         try:
             async with (
                 asyncio.timeout(SCRAPE_TIMEOUT_S),
-                self._session.get(f"{url}/metrics") as answer,
+                self._session.get(f"{url}/metrics", allow_redirects=False) as answer,
             ):
                 if answer.status != 200:
                     return self._failed(role, url, "status")
-                raw = await _read(answer.content)
+                raw = await read_at_most(answer, MAX_EXPOSITION_BYTES)
                 if raw is None:
                     return self._failed(role, url, "malformed")
                 return Exposition(role, url, raw.decode())
@@ -91,16 +92,6 @@ class WorkerMetrics:
     def _failed(self, role: str, url: str, reason: str) -> Exposition:
         self._measures.scrape_failed(role, reason)
         return Exposition(role, url, None)
-
-
-async def _read(content: aiohttp.StreamReader) -> bytes | None:
-    """Return a whole body, or None if it exceeds `MAX_EXPOSITION_BYTES`."""
-    raw = bytearray()
-    async for piece in content.iter_any():
-        raw += piece
-        if len(raw) > MAX_EXPOSITION_BYTES:
-            return None
-    return bytes(raw)
 
 
 def scraped_family() -> GaugeMetricFamily:

@@ -65,11 +65,18 @@ async def not_text(_: web.Request) -> web.StreamResponse:
     return web.Response(body=b"kvflow_pages \xff\n")
 
 
+async def elsewhere(http: web.Request) -> web.StreamResponse:
+    if not http.query:
+        raise web.HTTPFound("/metrics?again=1")
+    return web.Response(text="kvflow_pages 3\n")
+
+
 BROKEN: dict[str, tuple[Handler | None, str]] = {
     "labels": (answers("kvflow_pages{owner= 3\n"), "malformed"),
     "value": (answers("kvflow_pages three\n"), "malformed"),
     "bytes": (not_text, "malformed"),
     "status": (answers("gone", status=503), "status"),
+    "redirect": (elsewhere, "status"),
     "nobody": (None, "unreachable"),
 }
 

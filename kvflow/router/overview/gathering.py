@@ -18,6 +18,7 @@ import msgspec
 
 from kvflow.http.authorization import Keys, bearer
 from kvflow.http.errors import Failure
+from kvflow.router.identity import read_at_most
 from kvflow.router.overview.answers import Info, Peer, Room, read_info, read_peers, read_rooms
 from kvflow.router.overview.document import (
     MAX_SHOWN_ROOMS,
@@ -176,15 +177,13 @@ class Overview:
     async def _read(self, worker: Worker, path: str, key: str) -> bytes:
         url = f"{worker.url}{path}"
         async with self._session.get(url, headers=bearer(key), allow_redirects=False) as answer:
-            raw = bytearray()
-            async for piece in answer.content.iter_any():
-                raw += piece
-                if len(raw) > MAX_ANSWER_BYTES:
-                    raise _RefusedError(f"{path} is larger than {MAX_ANSWER_BYTES >> 10} KiB")
+            raw = await read_at_most(answer, MAX_ANSWER_BYTES)
+        if raw is None:
+            raise _RefusedError(f"{path} is larger than {MAX_ANSWER_BYTES >> 10} KiB")
         if answer.status != 200:
-            reason = Failure.read(answer.status, bytes(raw)).message
+            reason = Failure.read(answer.status, raw).message
             raise _RefusedError(f"{path} answered {answer.status}: {reason}")
-        return bytes(raw)
+        return raw
 
     def _take(
         self,
