@@ -1,4 +1,4 @@
-"""The longest request that a router's workers serve, as their answers tell it."""
+"""The longest request that all pairs of a router serve, which the router states to its workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ A router passes some questions on to one worker, which knows its own limit only.
 """
 
 
-def told_length(http: web.Request, own: int) -> int:
+def served_length(http: web.Request, own: int) -> int:
     """Return the smaller of a worker's `own` limit and that of its router, in tokens."""
     given = http.headers.get(MAX_MODEL_LEN_HEADER, "")
     return min(own, int(given)) if given.isascii() and given.isdigit() and len(given) < 16 else own

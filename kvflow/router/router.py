@@ -130,9 +130,8 @@ class Router(Drainable):
         yield from self.engine.families()
 
     def _view(self) -> RouterView:
-        model = next((worker.model for worker in self.workers.of("decode") if worker.model), "")
         return RouterView(
-            model=model,
+            model=self.workers.model,
             draining=self.draining,
             running=self.running,
             waiting=self.waiting,

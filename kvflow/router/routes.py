@@ -50,12 +50,11 @@ def _own(router: Router) -> list[web.RouteDef]:
         summaries = [
             worker.summary(trouble) for worker, trouble in router.workers.troubles().items()
         ]
-        model = next((worker.model for worker in router.workers.of("decode") if worker.model), "")
         state = {"draining": router.draining, "running": router.running, "waiting": router.waiting}
         return json_response(
             {
                 "role": "router",
-                "served_model_name": model,
+                "served_model_name": router.workers.model,
                 "max_model_len": router.workers.max_model_len,
                 **state,
                 "workers": summaries,

@@ -328,6 +328,11 @@ class Workers:
         return [worker for worker in self._usable(role) if worker.traits in alike]
 
     @property
+    def model(self) -> str:
+        """The name of the model that decodes serve, or "" while none is known."""
+        return next((worker.model for worker in self.of("decode") if worker.model), "")
+
+    @property
     def max_model_len(self) -> int | None:
         """The tokens of prompt and completion that every pair can serve; None if no worker says."""
         serving = (worker.identity for role in ROLES for worker in self._paired(role))

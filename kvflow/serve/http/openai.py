@@ -12,7 +12,7 @@ from aiohttp import web
 from kvflow.aio import in_turns
 from kvflow.http.errors import UnknownModelError
 from kvflow.http.growing import GrowingArray, GrowingText
-from kvflow.http.model_length import told_length
+from kvflow.http.model_length import served_length
 from kvflow.http.prompt_fields import PromptIds
 from kvflow.http.responses import json_response
 from kvflow.node.prompt_logprobs import PromptLogprobs
@@ -320,7 +320,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             "owned_by": "kvflow",
             "root": card.path,
         }
-        return {**about, "max_model_len": told_length(http, pipeline.service.limits.max_tokens)}
+        return {**about, "max_model_len": served_length(http, pipeline.service.limits.max_tokens)}
 
     async def models(http: web.Request) -> web.StreamResponse:
         return json_response({"object": "list", "data": [entry(http)]})

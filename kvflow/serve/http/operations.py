@@ -10,7 +10,7 @@ from aiohttp import web
 
 import kvflow
 from kvflow.http.errors import Failure, RequestError
-from kvflow.http.model_length import told_length
+from kvflow.http.model_length import served_length
 from kvflow.http.responses import json_response
 from kvflow.protocols.wire.messages import WIRE_VERSION
 from kvflow.serve.http.completion_service import Report
@@ -147,7 +147,7 @@ def _description(
                 "is_generation": True,
                 "model_type": card.model_type,
                 "architectures": list(card.architectures),
-                "max_context_length": told_length(http, pipeline.service.limits.max_tokens),
+                "max_context_length": served_length(http, pipeline.service.limits.max_tokens),
             }
         )
 

@@ -10,7 +10,7 @@ from kvflow.aio import in_turns
 from kvflow.http.errors import RequestError
 from kvflow.http.growing import GrowingArray
 from kvflow.http.large_bodies import take_apart
-from kvflow.http.model_length import told_length
+from kvflow.http.model_length import served_length
 from kvflow.http.paths import TOKENIZE_PATHS
 from kvflow.http.prompt_fields import PromptIds, template_variables
 from kvflow.http.responses import long_json_response
@@ -37,7 +37,7 @@ def routes(pipeline: CompletionPipeline) -> list[web.RouteDef]:
             if body.return_token_strs:
                 texts.add([tokenizer.token_text(one) async for one in in_turns(ids.tolist())])
         several = isinstance(body.prompt, list)
-        most = told_length(http, pipeline.service.limits.max_tokens)
+        most = served_length(http, pipeline.service.limits.max_tokens)
         answer: dict[str, Any] = {"count": counts if several else counts[0], "max_model_len": most}
         answer["tokens"] = tokens if several else tokens.only()
         if body.return_token_strs:
