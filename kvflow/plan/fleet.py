@@ -19,7 +19,7 @@ from kvflow.plan.profile import Sizes
 from kvflow.plan.simulate import Outcome
 from kvflow.plan.trace import Request, Trace
 from kvflow.protocols.errors import KvflowError, MisuseError
-from kvflow.serve.config.catalog import ALIASES, CANONICAL, FIELDS_OF_ROLE
+from kvflow.serve.config.catalog import ALIASES, CANONICAL, FIELDS_OF_ROLE, env_of, flag_of
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.config.sources import resolve
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
@@ -35,11 +35,18 @@ class Fleets:
     """Starts `kvflow up` with the flags of a user."""
 
     def __init__(self, flags: Sequence[str]) -> None:
-        """Raises: MisuseError for flags that `kvflow up` does not have."""
+        """Raises: MisuseError for flags that `kvflow up` does not have, a key and HTTPS."""
         given = _given(flags)
         given.setdefault("model_path", str(DEMO_MODEL_DIR))
         self._given = {**given, "port": "0", "log_level": "warning", "access_log": False}
         self.settings: Settings = resolve("up", self._given)
+        # The clients below send no key and speak plain HTTP, which would fail after the start.
+        for name in ("api_key", "tls_cert"):
+            if getattr(self.settings, name):
+                raise MisuseError(
+                    f"{flag_of(name)} or {env_of(name)}: plan asks its fleet without a key, by "
+                    "plain HTTP; leave it out"
+                )
 
     @asynccontextmanager
     async def started(self, prefills: int = 1, decodes: int = 1) -> AsyncIterator[Started]:

@@ -30,7 +30,7 @@ class Stepped(msgspec.Struct, frozen=True):
 
 
 class Sizes(msgspec.Struct, frozen=True):
-    """What the engine's scheduling depends on. Pools are in tokens, for one worker."""
+    """Sizes on which the engine's scheduling depends. Pools are in tokens, for one worker."""
 
     prefill_pool: int
     decode_pool: int

@@ -35,7 +35,7 @@ class Tried(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """What a pool of each prefill would bring, with the workers of the plan."""
+    """A size of each prefill's pool, and the plan's figures with it."""
 
     tokens: int
     found: Simulated

@@ -30,7 +30,7 @@ _OVERLOADED_BY, _OVERLOADED_TIMES = 8, 1.5
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request: seconds from its arrival, and tokens of its prompt."""
+    """The times of one request, in seconds from its arrival, and its cached tokens."""
 
     request: Request
     first_s: float = math.nan
@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Figures:
-    """What a run came to, simulated or real."""
+    """Throughput, latencies and hit rate of a run, simulated or real."""
 
     def __init__(self, outcomes: Sequence[Outcome]) -> None:
         self.outcomes = outcomes
@@ -177,7 +177,7 @@ class _Prefill:
     block_tokens: int
     cache: _Blocks = field(default_factory=_Blocks)
     sent: _Blocks = field(default_factory=_Blocks)
-    """What the router has sent here, by which it chooses."""
+    """Prompts that the router has sent here, by which it chooses."""
     load: int = 0
     peak: int = 0
     _waiting: deque[_Running] = field(default_factory=deque)

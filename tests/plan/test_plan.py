@@ -81,6 +81,8 @@ def test_limits_that_no_fleet_keeps_are_status_1(files: tuple[str, str]) -> None
         (("--profile", "profile", "--block", "256"), "line 1: 2 hash_ids for 600 tokens"),
         (("--measure", "--", "--no-such", "1"), "--no-such: after --, plan takes flags of"),
         (("--measure", "--", "--page-size"), "--page-size: after --, plan takes flags of"),
+        (("--measure", "--", "--api-key", "k"), "--api-key or KVFLOW_API_KEY: plan asks its fleet"),
+        (("--measure", "--", "--tls-cert=c", "--tls-key=k"), "plan asks its fleet without a key"),
         (("--measure", "--", "--page-size=0"), "--page-size: '0': expected int >= 1"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What operators see of all workers at once: gathered while somebody looks, and shared by all."""
+"""The live overview of all workers: gathered while it has viewers, once for all of them."""

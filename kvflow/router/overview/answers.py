@@ -1,4 +1,4 @@
-"""What the overview keeps of a worker's answers.
+"""The parts of a worker's answers that the overview keeps.
 
 Any program may answer at a worker's address, so every value has a type, and every list and text a
 limit. Fields that an older worker lacks have defaults.

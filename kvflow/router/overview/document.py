@@ -100,7 +100,7 @@ class RoomView(msgspec.Struct, kw_only=True):
 
 
 class Point(msgspec.Struct, frozen=True, kw_only=True):
-    """What the plots show of one look. None stands for "no request in these seconds"."""
+    """One point of the plots. None stands for "no request in these seconds"."""
 
     at_unix_s: float
     tokens_per_s: float | None

@@ -15,7 +15,7 @@ WINDOW_S = 5.0
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What happened at one worker between the first and the last look of its window."""
+    """Changes at one worker between the first and the last answer in its window."""
 
     seconds: float
     tokens: int

@@ -1,4 +1,4 @@
-"""What the routes of other interfaces need to become a chat, and to show its answer."""
+"""Conversions between a chat and the bodies and answers of other interfaces."""
 
 from __future__ import annotations
 
