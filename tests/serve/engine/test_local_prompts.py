@@ -11,8 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.protocols.errors import CapacityError, HostMemoryError, RefusedError
+from kvflow.protocols.errors import CapacityError, HostMemoryError, MisuseError, RefusedError
+from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
+from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.engine.model.load import LoadedModel, load_model
+from kvflow.serve.engine.scheduler import decode
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from tests.serve.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
 from tests.serve.engine.tiny_models import Generated, Loaded, Tiny
@@ -105,6 +108,33 @@ async def test_a_pair_says_the_same(llama: LoadedModel, params: SamplingParams) 
         assert told(await computed(pair, prompt, params)) == told(
             await pair.outputs(prompt, params)
         )
+
+
+async def test_grammars_bind_answers_as_those_of_a_pair() -> None:
+    demo = load_model(str(DEMO_MODEL_DIR))
+    prompt = list(demo.tokenizer.encode(DEMO_PROMPTS[0]))
+    params = greedy(30, grammar=Grammar("regex", "(red|green|blue)( (red|green|blue)){2}"))
+    async with EnginePair(demo, **LOCAL, cache="lru") as pair:
+        found = await computed(pair, prompt, params)
+        assert told(found) == told(await pair.outputs(prompt, params))
+        assert found[-1].finish_reason == "stop"
+        with pytest.raises(MisuseError, match="regex cannot be compiled"):
+            await computed(pair, prompt, greedy(5, grammar=Grammar("regex", "(")))
+    demo.grammars.close()
+
+
+async def test_a_grammar_that_fails_late_leaves_no_pages(
+    llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise MisuseError("no longer")
+
+    monkeypatch.setattr(decode, "adjustments_of", fails)
+    prompt = prompt_of(37)
+    async with EnginePair(llama, **LOCAL) as pair:
+        for asked in (computed, EnginePair.outputs):
+            with pytest.raises(MisuseError, match="no longer"):
+                await asked(pair, prompt, greedy(5))
 
 
 async def test_hidden_states_are_those_of_a_pair(llama: LoadedModel) -> None:

@@ -14,7 +14,7 @@ import functools
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -34,6 +34,10 @@ KEPT_BYTES = 1 << 22
 # A model may like whitespace so much that a JSON answer never ends: between two tokens of JSON it
 # gets no more than a deep indentation needs.
 MAX_WHITESPACE = 64
+# llguidance compiles a chain of rules by recursion, which takes up to 5 KB of stack for each rule.
+# On a usual stack of 8 MB, a chain of 2,000 rules would end the process. A text of
+# `MAX_GRAMMAR_BYTES` has some 130,000 levels at most. Only the memory in use counts.
+STACK_BYTES = 1 << 30
 _MAX_ERROR = 500  # characters
 
 Tokens = Sequence[int] | npt.NDArray[Any]
@@ -179,7 +183,7 @@ class Grammars:
     def _compiled(self, grammar: Grammar) -> Any:
         if (found := self._find(grammar)) is not None:
             return found
-        made = self._compile(grammar)
+        made = _on_deep_stack(functools.partial(self._compile, grammar))
         with self._lock:
             if grammar not in self._kept:
                 self._kept[grammar] = made
@@ -237,6 +241,31 @@ class Grammars:
         return hf.from_tokenizer(
             self._tokenizer, n_vocab=self._width, eos_token=sorted(self._eos_ids)
         )
+
+
+_starting = threading.Lock()
+
+
+def _on_deep_stack(work: Callable[[], Any]) -> Any:
+    """Return the result of `work`, which runs in a thread of its own with `STACK_BYTES` of stack.
+
+    A new thread for each call gives the stack back. Raises: any error from `work`.
+    """
+    ended: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - the caller raises it
+            ended.set_exception(error)
+
+    with _starting:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="kvflow-grammar-stack", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return ended.result()
 
 
 def _text_of(grammar: Grammar) -> str:

@@ -127,6 +127,13 @@ class DecodeRequest:
         new = chunk(left, most)
         return Row(s, new, int(s.computed + new == s.length))
 
+    async def next_token(self) -> TokenOut:
+        """Return the next token for the reader. Raises: the error that ended the request."""
+        token = await self.tokens.get()
+        if isinstance(token, KvflowError):
+            raise token
+        return token
+
     def token_out(self, choice: Choice, eos_ids: frozenset[int]) -> TokenOut:
         reason, matched = finish(choice.token_id, self.generated, self.limit, self.params, eos_ids)
         return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs)

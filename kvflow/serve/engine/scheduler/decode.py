@@ -300,6 +300,8 @@ class DecodeEngine(EngineLoop):
             limit = self.limits.new_tokens(prompt, params)
             if admission is None:
                 admission = await self._admit_landed(room, prompt, limit, prefix, params.priority)
+            # Other grammars may have taken its place meanwhile.
+            await self._model.grammars.compile(params.grammar)
             self._refuse_when_closing()
             request = self._take_over(
                 number, room, prompt, params, limit, admission, prefix, handoff
@@ -307,7 +309,7 @@ class DecodeEngine(EngineLoop):
             out = self._first(request)
             yield out
             while out.finish_reason is None:
-                out = await _next_of(request)
+                out = await request.next_token()
                 yield out
             cause = None
         except KvflowError as error:
@@ -344,13 +346,14 @@ class DecodeEngine(EngineLoop):
         try:
             most = self.local.most_cached(prompt)
             prefix = await self.cached(prompt, namespace, admission, most)
+            await self._model.grammars.compile(params.grammar)
             self._refuse_when_closing()
             request = self._begin(number, prompt, params, admission, prefix)
             cached = request.sequence.computed
-            out = msgspec.structs.replace(await _next_of(request), cached_tokens=cached)
+            out = msgspec.structs.replace(await request.next_token(), cached_tokens=cached)
             yield out
             while out.finish_reason is None:
-                out = await _next_of(request)
+                out = await request.next_token()
                 yield out
         except (GeneratorExit, asyncio.CancelledError):
             if request is not None:
@@ -374,10 +377,10 @@ class DecodeEngine(EngineLoop):
         """Take the places of a prompt that is computed here, and let it join the batch."""
         owner, limit = ("sequence", number), self.limits.new_tokens(prompt, params)
         sequence = Sequence(owner, prompt, limit, self._page_size)
+        adjustments = adjustments_of(params, sequence, self._model.eos_ids, self._model.grammars)
         places = self.local.take(sequence, prefix)
         admission.took(int(places[0].size))
         resident = Resident(owner, places, allocators=self._allocators, store=self._snapshots)
-        adjustments = adjustments_of(params, sequence, self._model.eos_ids, self._model.grammars)
         request = DecodeRequest(
             number, sequence, resident, params, limit, admission, adjustments, None, prefix
         )
@@ -406,13 +409,14 @@ class DecodeEngine(EngineLoop):
     ) -> DecodeRequest:
         owner = ("sequence", number)
         sequence = Sequence(owner, prompt, limit, self._page_size)
+        # This may raise, so it comes before the sequence owns places.
+        adjustments = adjustments_of(params, sequence, self._model.eos_ids, self._model.grammars)
         places = self._layout.split(room.keep(owner))
         resident = Resident(owner, places, allocators=self._allocators, store=self._snapshots)
         if prefix is not None:
             sequence.begin_with(prefix.pages)
         sequence.add(places)
         sequence.computed = sequence.prompt_length
-        adjustments = adjustments_of(params, sequence, self._model.eos_ids, self._model.grammars)
         return DecodeRequest(
             number, sequence, resident, params, limit, admission, adjustments, handoff, prefix
         )
@@ -590,11 +594,3 @@ class DecodeEngine(EngineLoop):
 
 def _grammar_error(text: str) -> KvflowError:
     return room_error(Cause(Code.ENGINE_ERROR, f"the grammar of the answer cannot go on: {text}"))
-
-
-async def _next_of(request: DecodeRequest) -> TokenOut:
-    """Return the next token of a request. Raises: the error that ended it."""
-    token = await request.tokens.get()
-    if isinstance(token, KvflowError):
-        raise token
-    return token
