@@ -197,6 +197,31 @@ async def test_compiled_grammars_are_kept_and_bounded(
     assert [kept.text for kept in grammars._kept] == [20 * "z"] and grammars._kept_bytes == 20
 
 
+def chain(name: str) -> str:
+    """A Lark grammar of many rules, each of which is the next one. The last one is an x."""
+    rules = (f"{name}{i}: {name}{i + 1}" for i in range(17000))
+    return "\n".join([f"start: {name}0", *rules, f'{name}17000: "x"'])
+
+
+REFERENCES = {str(i): {"items": {"$ref": f"#/$defs/{i + 1}"}} for i in range(5000)}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good"),
+    [
+        (Grammar("lark", chain("a")), "x"),
+        (Grammar("lark", chain("A")), "x"),
+        (schema({"$defs": REFERENCES | {"5000": {}}, "$ref": "#/$defs/0"}), "[[[]]]"),
+    ],
+    ids=["rules", "terminals", "references"],
+)
+async def test_a_long_chain_of_rules_does_not_end_the_process(
+    demo: LoadedModel, grammars: Grammars, grammar: Grammar, good: str
+) -> None:
+    await grammars.compile(grammar)
+    assert matches(grammars, grammar, ids(demo, good))
+
+
 def test_a_mask_depends_on_the_answer_alone(demo: LoadedModel, grammars: Grammars) -> None:
     tokens = ids(demo, '{"x": -17, "name": "b"}')
     whole = grammars.matcher(schema(POINT))
