@@ -13,6 +13,7 @@ import json
 import random
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import Decimal
@@ -220,6 +221,29 @@ async def test_a_long_chain_of_rules_does_not_end_the_process(
 ) -> None:
     await grammars.compile(grammar)
     assert matches(grammars, grammar, ids(demo, good))
+
+
+async def test_a_grammar_that_takes_too_long_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, gate = grammars._compile, threading.Event()
+
+    def held(grammar: Grammar) -> Any:
+        assert not grammar.text.startswith("slow") or gate.wait(20)
+        return honest(grammar)
+
+    monkeypatch.setattr(grammars, "_compile", held)
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(module, "MAX_LATE", 2)
+    for i in range(2):
+        with pytest.raises(MisuseError, match="cannot be compiled within"):
+            await grammars.compile(Grammar("regex", f"slow{i}"))
+    with pytest.raises(MisuseError, match="2 earlier grammars take more"):
+        await grammars.compile(Grammar("regex", "a"))
+    gate.set()
+    await until(lambda: not grammars._late)
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 20)
+    await grammars.compile(Grammar("regex", "a"))
 
 
 def test_a_mask_depends_on_the_answer_alone(demo: LoadedModel, grammars: Grammars) -> None:

@@ -38,6 +38,10 @@ MAX_WHITESPACE = 64
 # On a usual stack of 8 MB, a chain of 2,000 rules would end the process. A text of
 # `MAX_GRAMMAR_BYTES` has some 130,000 levels at most. Only the memory in use counts.
 STACK_BYTES = 1 << 30
+# Intersections of expressions can take llguidance hours, which no limit of its own ends and nothing
+# can interrupt. Such a compilation is left to itself, and after a few of them no other one begins.
+COMPILE_TIMEOUT_S = 30.0
+MAX_LATE = 4
 _MAX_ERROR = 500  # characters
 
 Tokens = Sequence[int] | npt.NDArray[Any]
@@ -125,6 +129,7 @@ class Grammars:
         # Requests compile in a thread, and the model thread compiles what is no longer kept.
         self._lock = threading.Lock()
         self._thread: Threads | None = None
+        self._late = 0  # compilations that run on after `COMPILE_TIMEOUT_S`
         self._masking: ThreadPoolExecutor | None = None
 
     async def compile(self, grammar: Grammar | None) -> None:
@@ -136,7 +141,8 @@ class Grammars:
         if grammar is None or self._find(grammar) is not None:
             return
         if self._thread is None:
-            self._thread = Threads("grammar")
+            # With a second thread, others need not wait for one that takes long.
+            self._thread = Threads("grammar", 2)
         await self._thread.ask(functools.partial(self._compiled, grammar))
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -183,7 +189,7 @@ class Grammars:
     def _compiled(self, grammar: Grammar) -> Any:
         if (found := self._find(grammar)) is not None:
             return found
-        made = _on_deep_stack(functools.partial(self._compile, grammar))
+        made = self._compile_in_time(grammar)
         with self._lock:
             if grammar not in self._kept:
                 self._kept[grammar] = made
@@ -194,6 +200,27 @@ class Grammars:
                 old, _ = self._kept.popitem(last=False)
                 self._kept_bytes -= len(old.text)
         return made
+
+    def _compile_in_time(self, grammar: Grammar) -> Any:
+        if self._late >= MAX_LATE:
+            raise MisuseError(
+                f"{grammar.kind} cannot be compiled now: {self._late} earlier grammars take more "
+                f"than {COMPILE_TIMEOUT_S:g} s each"
+            )
+        ended = _on_deep_stack(functools.partial(self._compile, grammar))
+        try:
+            return ended.result(COMPILE_TIMEOUT_S)
+        except TimeoutError:
+            with self._lock:
+                self._late += 1
+            ended.add_done_callback(self._ended_late)
+            raise MisuseError(
+                f"{grammar.kind} cannot be compiled within {COMPILE_TIMEOUT_S:g} s"
+            ) from None
+
+    def _ended_late(self, _: Future[Any]) -> None:
+        with self._lock:
+            self._late -= 1
 
     def _compile(self, grammar: Grammar) -> Any:
         try:
@@ -246,17 +273,14 @@ class Grammars:
 _starting = threading.Lock()
 
 
-def _on_deep_stack(work: Callable[[], Any]) -> Any:
-    """Return the result of `work`, which runs in a thread of its own with `STACK_BYTES` of stack.
-
-    A new thread for each call gives the stack back. Raises: any error from `work`.
-    """
+def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
+    """Run `work` in a thread of its own with `STACK_BYTES` of stack, which ends with the work."""
     ended: Future[Any] = Future()
 
     def run() -> None:
         try:
             ended.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - the caller raises it
+        except BaseException as error:  # noqa: BLE001 - whoever waits for it raises it
             ended.set_exception(error)
 
     with _starting:
@@ -265,7 +289,7 @@ def _on_deep_stack(work: Callable[[], Any]) -> Any:
             threading.Thread(target=run, name="kvflow-grammar-stack", daemon=True).start()
         finally:
             threading.stack_size(before)
-    return ended.result()
+    return ended
 
 
 def _text_of(grammar: Grammar) -> str:
