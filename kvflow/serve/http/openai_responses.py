@@ -182,36 +182,51 @@ def _item(index: int, given: dict[str, Any]) -> _Item:
 
 def _messages(items: list[_Item]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat. Adjacent items of one answer are one message."""
-    answer: dict[str, Any] = {}
+    answer = _Answer()
     for item in items:
         of_answer = isinstance(item, _Call | _Reasoning) or (
             isinstance(item, _Message) and item.role == "assistant"
         )
         # A text or reasoning after a call begins another answer.
-        if answer and (not of_answer or ("tool_calls" in answer and not isinstance(item, _Call))):
-            yield answer
-            answer = {}
+        if answer.begun and (not of_answer or (answer.calls and not isinstance(item, _Call))):
+            yield answer.message()
+            answer = _Answer()
         if of_answer:
-            answer = _longer(answer or {"role": "assistant", "content": ""}, item)
+            answer.add(item)
         elif isinstance(item, _CallOutput):
             yield {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
         elif isinstance(item, _Message):
             role = "system" if item.role == "developer" else item.role
             yield {"role": role, "content": _text(item.content)}
-    if answer:
-        yield answer
+    if answer.begun:
+        yield answer.message()
 
 
-def _longer(answer: dict[str, Any], item: _Item) -> dict[str, Any]:
-    if isinstance(item, _Call):
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        return {**answer, "tool_calls": [*answer.get("tool_calls", ()), call]}
-    if isinstance(item, _Reasoning):
-        text = "".join(part.text for part in item.content or ())
-        return {**answer, "reasoning_content": text} if text else answer
-    assert isinstance(item, _Message)
-    return {**answer, "content": answer["content"] + _text(item.content)}
+class _Answer:
+    """The adjacent items of one answer. Copying them for each item would take quadratic time."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        self.calls: list[dict[str, Any]] = []
+        self._texts: list[str] = []
+        self._reasoning = ""
+
+    def add(self, item: _Item) -> None:
+        self.begun = True
+        if isinstance(item, _Call):
+            function = {"name": item.name, "arguments": item.arguments}
+            self.calls.append({"id": item.call_id, "type": "function", "function": function})
+        elif isinstance(item, _Reasoning):
+            text = "".join(part.text for part in item.content or ())
+            self._reasoning = text or self._reasoning
+        elif isinstance(item, _Message):
+            self._texts.append(_text(item.content))
+
+    def message(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
+        if self._reasoning:
+            found["reasoning_content"] = self._reasoning
+        return {**found, "tool_calls": self.calls} if self.calls else found
 
 
 def _text(content: _Content) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import openai
 import pydantic
 import pytest
 
+from kvflow.serve.http.openai_responses import ResponsesRequest, chat_of
 from kvflow.serve.http.tools.answers import formats_of
 from tests.fakes.written import Written, byte_tokenizer, writing
 
@@ -215,3 +218,22 @@ async def test_a_stream_that_fails_raises_at_the_client(
     with pytest.raises(openai.APIError, match="step failed"):
         async for _ in stream:
             pass
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"role": "assistant", "content": "hello " * 8},
+    ],
+)
+def test_many_items_of_one_answer_take_linear_time(item: dict[str, Any]) -> None:
+    def seconds(count: int) -> float:
+        body = msgspec.convert({"input": [item] * count}, ResponsesRequest)
+        began = time.process_time()
+        (message,) = chat_of(body).messages
+        took = time.process_time() - began
+        assert len(message.get("tool_calls", ())) in (0, count)
+        return took
+
+    assert seconds(20_000) < 30 * max(seconds(2_000), 0.002)
