@@ -18,6 +18,7 @@ from kvflow.serve.http.tools.parts import Part, held_from
 
 _SPACE = " \t\r\n"
 _LONGEST_HEAD = 256  # characters of a name with its separators
+_DEEPEST_CHOICE = 16  # choices of types within each other
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 
@@ -280,16 +281,21 @@ def _typed(raw: str, schema: Any) -> Any:
         return raw
 
 
-def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, dict):
+def _types(schema: Any, depth: int = 0) -> set[str]:
+    """Return the types that a schema names. A client wrote it, so it may hold anything."""
+    if not isinstance(schema, dict) or depth > _DEEPEST_CHOICE:
         return set()
-    declared = schema.get("type")
-    found = {one for one in (declared if isinstance(declared, list) else [declared]) if one}
-    for choice in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
-        found |= _types(choice)
-    if "enum" in schema and all(isinstance(one, str) for one in schema["enum"] or ()):
+    declared, values = schema.get("type"), schema.get("enum")
+    found = {one for one in _list(declared) or [declared] if isinstance(one, str) and one}
+    for choice in (*_list(schema.get("anyOf")), *_list(schema.get("oneOf"))):
+        found |= _types(choice, depth + 1)
+    if "enum" in schema and all(isinstance(one, str) for one in _list(values)):
         found.add("string")
-    return {one for one in found if isinstance(one, str)}
+    return found
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _string(text: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from itertools import pairwise
 
@@ -240,6 +241,24 @@ def test_arguments_are_passed_on_as_they_arrive() -> None:
 def test_without_parallel_calls_the_first_remains() -> None:
     text = '[TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g{}'
     assert read("mistral", [text], parallel=False) == [F, arguments('{"x": 1}')]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": [{"a": 1}, ["integer"]]},
+        {"type": {"a": 1}},
+        {"enum": 5},
+        {"anyOf": True},
+        {"oneOf": {"type": "integer"}},
+        functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(1200), {"type": "integer"}),
+    ],
+)
+def test_a_schema_that_is_none_gives_strings(schema: object) -> None:
+    tools = Tools({"f": {"properties": {"x": schema}}})
+    reader, parts = TaggedCall(0, lambda _: True, tools), list[Part]()
+    reader.take("<function=f><parameter=x>a b</parameter></function>", parts)
+    assert reader.done and [part.text for part in parts] == ["f", '{"x": "a b"', "}"]
 
 
 def test_a_long_value_is_searched_once() -> None:
