@@ -75,7 +75,12 @@ class ToolUse(msgspec.Struct, frozen=True):
         }
 
     def forced_schema_text(self) -> str:
-        return json.dumps(self.forced_schema(), ensure_ascii=False, separators=(",", ":"))
+        """Return `forced_schema` as JSON. Raises: RequestError if a schema is nested too deep."""
+        try:
+            return json.dumps(self.forced_schema(), ensure_ascii=False, separators=(",", ":"))
+        except RecursionError:
+            text = "tools: the parameters of a function are nested too deep"
+            raise RequestError(text, param="tools") from None
 
 
 def _of_object(parameters: dict[str, Any] | None) -> dict[str, Any]:

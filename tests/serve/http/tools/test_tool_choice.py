@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from typing import Any
 
 import pytest
 
+from kvflow.http.errors import RequestError
 from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.http.tools.answers import AnswerReading, AnswerSoFar
 from kvflow.serve.http.tools.choice import NO_TOOLS, ToolUse, tool_use
@@ -49,6 +51,14 @@ def test_a_named_function_is_called_once() -> None:
         "maxItems": 1,
         "$defs": {"0": {"type": "object", "properties": {}}},
     }
+
+
+def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
+    deep: Any = functools.reduce(lambda inner, _: {"items": inner}, range(1000), {})
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    chosen = tool_use(tools, "required", parallel=None)
+    with pytest.raises(RequestError, match="nested too deep"):
+        chosen.forced_schema_text()
 
 
 # The library wants the fields of an object in the order of its schema.
