@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from typing import Any
 
@@ -54,7 +53,9 @@ def test_a_named_function_is_called_once() -> None:
 
 
 def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
-    deep: Any = functools.reduce(lambda inner, _: {"items": inner}, range(1000), {})
+    deep: dict[str, Any] = {}
+    for _ in range(1000):
+        deep = {"items": deep}
     tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
     chosen = tool_use(tools, "required", parallel=None)
     with pytest.raises(RequestError, match="nested too deep"):
