@@ -223,6 +223,17 @@ async def test_a_long_chain_of_rules_does_not_end_the_process(
     assert matches(grammars, grammar, ids(demo, good))
 
 
+async def test_an_intersection_without_end_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take all memory, in a thread that cannot be interrupted."""
+    monkeypatch.setattr(module, "TRIAL_CPU_S", 1)
+    parts = " & ".join(f"/(.*[a-m]){{{i}}}.*/" for i in range(2, 38))
+    with pytest.raises(MisuseError, match="lark takes too much time or memory to compile"):
+        await grammars.compile(Grammar("lark", f"start: A\nA: {parts}"))
+    await grammars.compile(Grammar("regex", "a"))
+
+
 async def test_a_grammar_that_takes_too_long_is_refused(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import json
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -38,8 +40,32 @@ MAX_WHITESPACE = 64
 # On a usual stack of 8 MB, a chain of 2,000 rules would end the process. A text of
 # `MAX_GRAMMAR_BYTES` has some 130,000 levels at most. Only the memory in use counts.
 STACK_BYTES = 1 << 30
-# Intersections of expressions can take llguidance hours, which no limit of its own ends and nothing
-# can interrupt. Such a compilation is left to itself, and after a few of them no other one begins.
+# Intersections of expressions can take llguidance hours and all memory. No limit of its own ends
+# that, and no thread can be interrupted. So a process that can be killed compiles each text first.
+TRIAL_CPU_S = 10
+TRIAL_BYTES = 3 << 29
+_TRIAL = """
+import json, resource, sys, threading
+sys.path[:] = json.loads(sys.argv[1])
+cpu_s, size_bytes = map(int, sys.argv[2:])
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
+resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
+from llguidance import LLMatcher, LLTokenizer
+done = []
+def run():
+    matcher = LLMatcher(LLTokenizer("byte"), sys.stdin.buffer.read().decode(), log_level=0)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    done.append(True)
+threading.stack_size(size_bytes // 3)
+thread = threading.Thread(target=run)
+thread.start()
+thread.join()
+sys.exit(not done)
+"""
+# What the trial does not show is left to itself after this time, such as a conversion of GBNF. When
+# a few are, no other compilation begins.
 COMPILE_TIMEOUT_S = 30.0
 MAX_LATE = 4
 _MAX_ERROR = 500  # characters
@@ -233,6 +259,8 @@ class Grammars:
             raise MisuseError(f"{grammar.kind} cannot be read: it has no {error}") from None
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise MisuseError(f"{grammar.kind} cannot be read: {_in_one_line(error)}") from None
+        if not _passes_trial(text):
+            raise MisuseError(f"{grammar.kind} takes too much time or memory to compile")
         matcher = LLMatcher(self._vocabulary, text, log_level=0)
         # A grammar that is too complex may fail only at its first mask.
         if not matcher.is_error():
@@ -290,6 +318,25 @@ def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
         finally:
             threading.stack_size(before)
     return ended
+
+
+def _passes_trial(text: str) -> bool:
+    """Return True if a process with limits compiles a text of llguidance's, or finds its error."""
+    try:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-I", "-c", _TRIAL),
+                *(json.dumps(sys.path), str(TRIAL_CPU_S), str(TRIAL_BYTES)),
+            ],
+            input=text.encode(errors="replace"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=COMPILE_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 def _text_of(grammar: Grammar) -> str:
