@@ -432,8 +432,10 @@ async def test_300_answers_to_schemas_of_the_suite(
 
 
 def test_invalid_instances_of_the_suite_are_never_matched(
-    demo: LoadedModel, grammars: Grammars
+    demo: LoadedModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A process for each of the schemas would take most of the time.
+    monkeypatch.setattr(module, "_passes_trial", lambda _: True)
     wrong = [
         (name, instance)
         for _, name, of, invalid in SCHEMAS
