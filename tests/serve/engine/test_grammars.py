@@ -1,7 +1,7 @@
 """Grammars: what is compiled and what is refused, masks that depend on the answer alone, and
 answers of two engines, against the same library's mask over plain `generate`.
 
-`json_schemas.jsonl` has 222 schemas of the JSON Schema Test Suite, each with its draft, its name
+`json_schemas.jsonl` has 220 schemas of the JSON Schema Test Suite, each with its draft, its name
 and the suite's invalid instances. Its licence lies beside it. llguidance refuses another 331 of
 them, because it does not enforce them in full, and reads one as only draft 2020-12 does.
 """
