@@ -192,10 +192,12 @@ async def test_compiled_grammars_are_kept_and_bounded(
     assert compiled == ["a", "b", "c"]
     grammars.matcher(Grammar("regex", "a"))
     assert compiled == ["a", "b", "c", "a"]
-    monkeypatch.setattr(module, "KEPT_BYTES", 10)
+    monkeypatch.setattr(module, "_trial", lambda text: 5)
+    monkeypatch.setattr(module, "KEPT_BYTES", 100)
     for text in (9 * "x", "y", 20 * "z"):
         grammars.matcher(Grammar("regex", text))
-    assert [kept.text for kept in grammars._kept] == [20 * "z"] and grammars._kept_bytes == 20
+    assert [kept.text for kept in grammars._kept] == [20 * "z"]
+    assert grammars._kept_bytes == grammars._kept[Grammar("regex", 20 * "z")].size_bytes > 20
 
 
 def chain(name: str) -> str:
@@ -312,7 +314,7 @@ def test_a_batch_with_and_without_grammars(
     found = choose(logits, draws, masks_ahead(draws) if ahead else None)
     assert [each.token_id for each in found[:5]] == [77, brace, colon, brace, colon]
     assert found[5].token_id == brace and found[5].top_logprobs[0][0] == 77
-    assert masks_ahead(draws[:1]) is None
+    assert masks_ahead(draws[:1]) is None and masks_ahead(draws[:3]) is None
 
 
 def test_logits_of_other_widths_than_the_vocabulary(demo: LoadedModel, grammars: Grammars) -> None:
@@ -435,7 +437,7 @@ def test_invalid_instances_of_the_suite_are_never_matched(
     demo: LoadedModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A process for each of the schemas would take most of the time.
-    monkeypatch.setattr(module, "_passes_trial", lambda _: True)
+    monkeypatch.setattr(module, "_trial", lambda _: 0)
     wrong = [
         (name, instance)
         for _, name, of, invalid in SCHEMAS

@@ -18,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,8 +31,8 @@ from kvflow.protocols.errors import MisuseError
 KINDS = ("json_schema", "regex", "ebnf", "lark", "structural_tag")
 MAX_GRAMMAR_BYTES = 1 << 18
 KEPT_GRAMMARS = 256
-# Compiled grammars are kept while their texts have at most this many bytes together.
-KEPT_BYTES = 1 << 22
+# Compiled grammars are kept while they have at most this many bytes together, as the trials show.
+KEPT_BYTES = 1 << 28
 # A model may like whitespace so much that a JSON answer never ends: between two tokens of JSON it
 # gets no more than a deep indentation needs.
 MAX_WHITESPACE = 64
@@ -52,17 +52,20 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
 resource.setrlimit(resource.RLIMIT_AS, (size_bytes, size_bytes))
 from llguidance import LLMatcher, LLTokenizer
+def used():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 done = []
+before = used()
 def run():
     matcher = LLMatcher(LLTokenizer("byte"), sys.stdin.buffer.read().decode(), log_level=0)
     if not matcher.is_error():
         matcher.compute_bitmask()
-    done.append(True)
+    done.append(used() - before)
 threading.stack_size(size_bytes // 3)
 thread = threading.Thread(target=run)
 thread.start()
 thread.join()
-sys.exit(not done)
+print(done[0])
 """
 # What the trial does not show is left to itself after this time, such as a conversion of GBNF. When
 # a few are, no other compilation begins.
@@ -143,6 +146,13 @@ class Matcher:
         return not self.error
 
 
+class _Compiled(NamedTuple):
+    """A compiled grammar: an `llguidance.LLMatcher` at its beginning, and its memory, estimated."""
+
+    state: Any
+    size_bytes: int
+
+
 class Grammars:
     """Compiles grammars for one tokenizer, and keeps the compiled ones that were used last."""
 
@@ -150,7 +160,7 @@ class Grammars:
         """`tokenizer` is a fast tokenizer of transformers. `vocab_size` is the width of logits."""
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
         self._vocab_size = vocab_size
-        self._kept: OrderedDict[Grammar, Any] = OrderedDict()
+        self._kept: OrderedDict[Grammar, _Compiled] = OrderedDict()
         self._kept_bytes = 0
         # Requests compile in a thread, and the model thread compiles what is no longer kept.
         self._lock = threading.Lock()
@@ -173,7 +183,7 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Return the grammar's state before the first token. Raises: as `compile`."""
-        return Matcher(self._compiled(grammar).deep_copy())
+        return Matcher(self._compiled(grammar).state.deep_copy())
 
     def masks(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Masks:
         """Return the mask for the next token of each answer, given all of its tokens so far.
@@ -206,28 +216,27 @@ class Grammars:
         if self._masking is not None:
             self._masking.shutdown()
 
-    def _find(self, grammar: Grammar) -> Any | None:
+    def _find(self, grammar: Grammar) -> _Compiled | None:
         with self._lock:
             if (found := self._kept.get(grammar)) is not None:
                 self._kept.move_to_end(grammar)
             return found
 
-    def _compiled(self, grammar: Grammar) -> Any:
+    def _compiled(self, grammar: Grammar) -> _Compiled:
         if (found := self._find(grammar)) is not None:
             return found
         made = self._compile_in_time(grammar)
         with self._lock:
             if grammar not in self._kept:
                 self._kept[grammar] = made
-                self._kept_bytes += len(grammar.text)
+                self._kept_bytes += made.size_bytes
             while len(self._kept) > 1 and (
                 len(self._kept) > KEPT_GRAMMARS or self._kept_bytes > KEPT_BYTES
             ):
-                old, _ = self._kept.popitem(last=False)
-                self._kept_bytes -= len(old.text)
+                self._kept_bytes -= self._kept.popitem(last=False)[1].size_bytes
         return made
 
-    def _compile_in_time(self, grammar: Grammar) -> Any:
+    def _compile_in_time(self, grammar: Grammar) -> _Compiled:
         if self._late >= MAX_LATE:
             raise MisuseError(
                 f"{grammar.kind} cannot be compiled now: {self._late} earlier grammars take more "
@@ -235,7 +244,8 @@ class Grammars:
             )
         ended = _on_deep_stack(functools.partial(self._compile, grammar))
         try:
-            return ended.result(COMPILE_TIMEOUT_S)
+            made: _Compiled = ended.result(COMPILE_TIMEOUT_S)
+            return made
         except TimeoutError:
             with self._lock:
                 self._late += 1
@@ -248,7 +258,7 @@ class Grammars:
         with self._lock:
             self._late -= 1
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile(self, grammar: Grammar) -> _Compiled:
         try:
             from llguidance import LLMatcher
         except ModuleNotFoundError as error:
@@ -259,7 +269,7 @@ class Grammars:
             raise MisuseError(f"{grammar.kind} cannot be read: it has no {error}") from None
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise MisuseError(f"{grammar.kind} cannot be read: {_in_one_line(error)}") from None
-        if not _passes_trial(text):
+        if (used := _trial(text)) is None:
             raise MisuseError(f"{grammar.kind} takes too much time or memory to compile")
         matcher = LLMatcher(self._vocabulary, text, log_level=0)
         # A grammar that is too complex may fail only at its first mask.
@@ -269,7 +279,7 @@ class Grammars:
             raise MisuseError(
                 f"{grammar.kind} cannot be compiled: {_in_one_line(matcher.get_error())}"
             )
-        return matcher
+        return _Compiled(matcher, len(text) + used)
 
     @functools.cached_property
     def _executor(self) -> Any:
@@ -320,8 +330,10 @@ def _on_deep_stack(work: Callable[[], Any]) -> Future[Any]:
     return ended
 
 
-def _passes_trial(text: str) -> bool:
-    """Return True if a process with limits compiles a text of llguidance's, or finds its error."""
+def _trial(text: str) -> int | None:
+    """Return the bytes that a process with limits takes to compile a text of llguidance's, or to
+    find its error. None if it exceeds its limits.
+    """
     try:
         done = subprocess.run(
             [
@@ -329,14 +341,14 @@ def _passes_trial(text: str) -> bool:
                 *(json.dumps(sys.path), str(TRIAL_CPU_S), str(TRIAL_BYTES)),
             ],
             input=text.encode(errors="replace"),
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=COMPILE_TIMEOUT_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return False
-    return done.returncode == 0
+        return None
+    return int(done.stdout) if done.returncode == 0 else None
 
 
 def _text_of(grammar: Grammar) -> str:

@@ -21,6 +21,8 @@ from kvflow.serve.engine.scheduler.params import SamplingParams
 
 # top_k and top_p first select among this many tokens, because sorting all tokens is expensive.
 CANDIDATES = 1024
+# For fewer answers, handing the masks to another thread takes longer than computing them.
+_FEWEST_AHEAD = 4
 
 
 class Draw(NamedTuple):
@@ -42,10 +44,14 @@ class Choice(NamedTuple):
 
 
 def masks_ahead(draws: Sequence[Draw]) -> Future[Masks] | None:
-    """Begin to compute what the grammars of `draws` allow, for `choose`. None if none has one."""
-    answers = _answers(draws)
-    grammars = _grammars(draws)
-    return grammars.masks_ahead(list(answers.values())) if grammars and answers else None
+    """Begin to compute what the grammars of `draws` allow, for `choose`.
+
+    Returns None if `choose` is to compute it, because few draws have a grammar.
+    """
+    answers, grammars = _answers(draws), _grammars(draws)
+    if grammars is None or len(answers) < _FEWEST_AHEAD:
+        return None
+    return grammars.masks_ahead(list(answers.values()))
 
 
 def choose(
