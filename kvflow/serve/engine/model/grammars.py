@@ -337,7 +337,7 @@ def _trial(text: str) -> int | None:
     try:
         done = subprocess.run(
             [
-                *(sys.executable, "-I", "-c", _TRIAL),
+                *(sys.executable, "-P", "-I", "-c", _TRIAL),
                 *(json.dumps(sys.path), str(TRIAL_CPU_S), str(TRIAL_BYTES)),
             ],
             input=text.encode(errors="replace"),
