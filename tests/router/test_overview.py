@@ -162,8 +162,10 @@ async def test_a_worker_that_hangs_delays_nobody(
         ('{"running": "many"}', "running"),
         ("no JSON", "malformed"),
         (json.dumps({"version": "x" * (1 << 20)}), "larger than 512 KiB"),
+        (json.dumps({"bytes_moved": 10**400}), "bytes_moved"),
+        (json.dumps({"completions": {"generated_tokens": -1}}), "generated_tokens"),
     ],
-    ids=["a list", "a wrong type", "no JSON", "too large"],
+    ids=["a list", "a wrong type", "no JSON", "too large", "a huge number", "a negative one"],
 )
 async def test_a_worker_that_lies_is_shown_as_such(
     prefill: Role, decode: Role, document: str, part: str

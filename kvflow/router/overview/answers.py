@@ -16,12 +16,14 @@ MAX_RANKS = 128
 MAX_KINDS = 16  # kinds of page owners, or states of rooms
 MAX_TEXT = 2048
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+# Rates divide counts, and the page's numbers are exact up to here.
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
 class Pool(msgspec.Struct, frozen=True):
-    page_size: int = 0
-    tokens: int = 0
-    bytes: int = 0
+    page_size: Count = 0
+    tokens: Count = 0
+    bytes: Count = 0
     dtype: Text = ""
     device: Text = ""
 
@@ -29,49 +31,49 @@ class Pool(msgspec.Struct, frozen=True):
 class Storage(msgspec.Struct, frozen=True):
     readable: bool = True
     writable: bool = True
-    errors: int = 0
+    errors: Count = 0
 
 
 class Cache(msgspec.Struct, frozen=True):
     """Pages of a prefix cache by tier, and counters since the worker's start."""
 
-    pages: int = 0
-    evictable_pages: int = 0
-    asked_tokens: int = 0
-    hit_tokens: int = 0
-    evicted_pages: int = 0
-    host_pages: int = 0
-    host_limit_pages: int = 0
-    saved_pages: int = 0
-    loaded_pages: int = 0
-    stored_pages: int = 0
-    fetched_pages: int = 0
-    failed_copies: int = 0
+    pages: Count = 0
+    evictable_pages: Count = 0
+    asked_tokens: Count = 0
+    hit_tokens: Count = 0
+    evicted_pages: Count = 0
+    host_pages: Count = 0
+    host_limit_pages: Count = 0
+    saved_pages: Count = 0
+    loaded_pages: Count = 0
+    stored_pages: Count = 0
+    fetched_pages: Count = 0
+    failed_copies: Count = 0
     storage: Storage | None = None
 
 
 class Rank(msgspec.Struct, frozen=True):
-    rank: int = 0
+    rank: Count = 0
     up: bool = False
-    pages_free: int = 0
-    pages_total: int = 0
-    rooms: dict[str, int] = {}
-    requests: int = 0
-    bytes_moved: int = 0
+    pages_free: Count = 0
+    pages_total: Count = 0
+    rooms: dict[str, Count] = {}
+    requests: Count = 0
+    bytes_moved: Count = 0
 
 
 class Counts(msgspec.Struct, frozen=True):
     """A histogram: values up to each bound, which the previous bound excludes."""
 
     bounds: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
+    counts: tuple[Count, ...] = ()
 
 
 class Completions(msgspec.Struct, frozen=True):
-    generated_tokens: int = 0
-    finished: int = 0
-    failed: int = 0
-    aborted: int = 0
+    generated_tokens: Count = 0
+    finished: Count = 0
+    failed: Count = 0
+    aborted: Count = 0
     latencies: dict[str, Counts] = {}
 
 
@@ -83,17 +85,17 @@ class Info(msgspec.Struct, frozen=True):
     incarnation: Text = ""
     data_plane: Text = ""
     pool: Pool = Pool()
-    pages: dict[str, int] = {}  # "free", "total", and one entry for each kind of owner
+    pages: dict[str, Count] = {}  # "free", "total", and one entry for each kind of owner
     prefix_cache: Cache | None = None
-    quarantine_pages: int = 0
-    quarantine_overdue_pages: int = 0
-    quarantine_limit_pages: int = 0
-    pinned_pages: int = 0
-    rooms: dict[str, int] = {}
+    quarantine_pages: Count = 0
+    quarantine_overdue_pages: Count = 0
+    quarantine_limit_pages: Count = 0
+    pinned_pages: Count = 0
+    rooms: dict[str, Count] = {}
     ranks: tuple[Rank, ...] = ()
-    bytes_moved: int = 0
-    running: int = 0
-    waiting: int = 0
+    bytes_moved: Count = 0
+    running: Count = 0
+    waiting: Count = 0
     completions: Completions = Completions()
     draining: bool = False
 
@@ -107,8 +109,8 @@ class Room(msgspec.Struct, frozen=True):
     ended: bool = False
     cause: Text | None = None
     opened_ago_s: float | None = None
-    bytes_landed: int | None = None
-    bytes_total: int | None = None
+    bytes_landed: Count | None = None
+    bytes_total: Count | None = None
 
 
 class Peer(msgspec.Struct, frozen=True):
@@ -116,12 +118,12 @@ class Peer(msgspec.Struct, frozen=True):
 
     incarnation: Text = ""
     phase: Text = ""
-    rank: int | None = None
+    rank: Count | None = None
     heard_ago_s: float | None = None
-    rooms: int | None = None  # of a decode, at prefill
-    loans: int | None = None  # of a prefill, at decode
-    quarantine_pages: int = 0
-    pinned_pages: int = 0
+    rooms: Count | None = None  # of a decode, at prefill
+    loans: Count | None = None  # of a prefill, at decode
+    quarantine_pages: Count = 0
+    pinned_pages: Count = 0
 
 
 class _Rooms(msgspec.Struct):
