@@ -18,9 +18,7 @@ from kvflow.http.errors import RequestError
 from kvflow.http.paths import COUNT_PATH
 from kvflow.http.responses import json_response
 from kvflow.http.sse import NamedEvent
-from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.http.completion import Completion, Delta
-from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.schemas import (
     Body,
@@ -36,9 +34,14 @@ from kvflow.serve.http.structured import JsonSchemaFormat, ResponseFormat
 from kvflow.serve.http.tokenize import read_body
 from kvflow.serve.http.tools.answers import Block
 from kvflow.serve.http.tools.choice import MAX_NAME
-from kvflow.serve.http.tools.conversion import as_object, renamed, rendezvous_of
+from kvflow.serve.http.tools.conversion import (
+    ConvertedCall,
+    as_object,
+    renamed,
+    rendezvous_of,
+)
 from kvflow.serve.http.tools.parts import Part
-from kvflow.serve.http.tools.turns import Turns, chat_requests, read_chat
+from kvflow.serve.http.tools.turns import read_chat
 from kvflow.telemetry.requests import CURRENT
 
 
@@ -236,37 +239,16 @@ def _choice(choice: _ToolChoice | None) -> str | dict[str, Any] | None:
     return {"type": "function", "function": {"name": choice.name}}
 
 
-class MessagesCall:
+class MessagesCall(ConvertedCall):
     """One body of /v1/messages and its answer."""
 
     def __init__(self, body: MessagesRequest, model: str) -> None:
-        self.body, self.stream = body, bool(body.stream)
-        self._id = f"msg_{CURRENT.get().request_id or uuid.uuid4().hex}"
+        answer_id = f"msg_{CURRENT.get().request_id or uuid.uuid4().hex}"
+        super().__init__(lambda: chat_of(body), _NAMES, answer_id, stream=bool(body.stream))
+        self.body = body
         self._model = model
-        self._requests: list[GenerationRequest] = []
-        self._turns: Turns | None = None
         self._begun = False  # the stream has its first event
         self._opened = -1  # the index of the block that is open in the stream
-
-    def id_of(self, index: int) -> str:
-        return self._id
-
-    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        with renamed(_NAMES):
-            self._requests, reading = await chat_requests(chat_of(self.body), pipeline)
-        self._turns = Turns(reading, 1, stream=self.stream)
-        return self._requests
-
-    async def scored(self, index: int, scores: PromptLogprobs) -> None:
-        """Do nothing: messages report no log-probabilities."""
-
-    @property
-    def turns(self) -> Turns:
-        assert self._turns is not None
-        return self._turns
-
-    def add(self, index: int, delta: Delta) -> None:
-        self.turns.add(index, delta)
 
     def answer(self, completions: list[Completion]) -> Any:
         (completion,) = completions
@@ -327,7 +309,7 @@ class MessagesCall:
             "stop_sequence": None,
             "usage": {
                 # Anthropic counts cached tokens apart from the others.
-                "input_tokens": len(self._requests[0].prompt) - cached,
+                "input_tokens": self.prompt_tokens - cached,
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": cached,
                 "output_tokens": generated,

@@ -17,9 +17,7 @@ from msgspec import Meta
 
 from kvflow.http.aborts import ABORT
 from kvflow.http.sse import NamedEvent
-from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.serve.http.completion import Completion, Delta
-from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.pipeline import CompletionPipeline
 from kvflow.serve.http.schemas import (
     ChatRequest,
@@ -32,9 +30,8 @@ from kvflow.serve.http.schemas import (
 from kvflow.serve.http.structured import JsonSchemaFormat, ResponseFormat
 from kvflow.serve.http.tools.choice import MAX_NAME, converted
 from kvflow.serve.http.tools.conversation import decoded_arguments
-from kvflow.serve.http.tools.conversion import renamed, rendezvous_of
+from kvflow.serve.http.tools.conversion import ConvertedCall, rendezvous_of
 from kvflow.serve.http.tools.parts import Part
-from kvflow.serve.http.tools.turns import Turns, chat_requests
 from kvflow.telemetry.requests import CURRENT
 
 
@@ -241,42 +238,22 @@ def _tool(tool: _Tool) -> dict[str, Any]:
     return {"type": "function", "function": {"name": tool.name, **described, **shaped}}
 
 
-class ResponsesCall:
+class ResponsesCall(ConvertedCall):
     """One body of /v1/responses and its answer."""
 
     def __init__(self, body: ResponsesRequest, model: str) -> None:
-        self.body, self.stream = body, bool(body.stream)
         self._hex = CURRENT.get().request_id or uuid.uuid4().hex
+        answer_id = f"resp_{self._hex}"
+        super().__init__(lambda: chat_of(body), _NAMES, answer_id, stream=bool(body.stream))
+        self.body = body
         self._head = {
-            "id": f"resp_{self._hex}",
+            "id": answer_id,
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
         }
-        self._requests: list[GenerationRequest] = []
-        self._turns: Turns | None = None
         self._opened: int | None = None  # the index of the item that is open in the stream
         self._sent = 0  # events of the stream
-
-    def id_of(self, index: int) -> str:
-        return str(self._head["id"])
-
-    async def generation_requests(self, pipeline: CompletionPipeline) -> list[GenerationRequest]:
-        with renamed(_NAMES):
-            self._requests, reading = await chat_requests(chat_of(self.body), pipeline)
-        self._turns = Turns(reading, 1, stream=self.stream)
-        return self._requests
-
-    async def scored(self, index: int, scores: PromptLogprobs) -> None:
-        """Do nothing: responses report no log-probabilities."""
-
-    @property
-    def turns(self) -> Turns:
-        assert self._turns is not None
-        return self._turns
-
-    def add(self, index: int, delta: Delta) -> None:
-        self.turns.add(index, delta)
 
     def answer(self, completions: list[Completion]) -> Any:
         return self._response(completions[0])
@@ -399,7 +376,7 @@ class ResponsesCall:
         }
 
     def _usage(self, completion: Completion) -> dict[str, Any]:
-        prompt = len(self._requests[0].prompt)
+        prompt = self.prompt_tokens
         cached = {"cached_tokens": completion.cached_tokens, "cache_write_tokens": 0}
         return {
             "input_tokens": prompt,

@@ -346,6 +346,7 @@ class DecodeEngine(EngineLoop):
         try:
             most = self.local.most_cached(prompt)
             prefix = await self.cached(prompt, namespace, admission, most)
+            # As in `generate`.
             await self._model.grammars.compile(params.grammar)
             self._refuse_when_closing()
             request = self._begin(number, prompt, params, admission, prefix)
