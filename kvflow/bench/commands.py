@@ -287,6 +287,26 @@ def viewers(
 
 
 @app.command()
+def grammars(
+    clients: Annotated[
+        str, typer.Option(help="Clients at once, separated by commas.", metavar="N,N")
+    ] = "1,16",
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 256,
+    temperature: Annotated[float, typer.Option(help="0: greedy.", min=0)] = 0.0,
+    turns: Annotated[int, typer.Option(help="Interleaved turns of each case.", min=1)] = 7,
+    threads: Threads = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Time per token of `kvflow up`, streamed through its router, of answers that match a JSON
+    schema or a regular expression, divided by that of free answers.
+    """
+    from kvflow.bench.grammars import bench_grammars
+
+    numbers = _numbers("--clients", clients)
+    _report(bench_grammars(numbers, new_tokens, temperature, turns, threads, _say), as_json)
+
+
+@app.command()
 def cache(
     trace: Annotated[
         str,

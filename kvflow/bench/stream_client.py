@@ -23,12 +23,20 @@ class StreamFailedError(Exception):
 
 class StreamCommands:
     async def stream(
-        self, url: str, api: str, prompts: list[list[int]], new_tokens: int
+        self,
+        url: str,
+        api: str,
+        prompts: list[list[int]],
+        new_tokens: int,
+        sampling: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Run one stream for each prompt, all at once. Times count from the opening of the gate."""
+        """Run one stream for each prompt, all at once. Times count from the opening of the gate.
+
+        `sampling` has more parameters of the API.
+        """
         # All connections open before the first request, so that no time includes connecting.
         gate = asyncio.Event()
-        streams = [Stream(url, api, prompt, new_tokens) for prompt in prompts]
+        streams = [Stream(url, api, prompt, new_tokens, sampling or {}) for prompt in prompts]
         running = [asyncio.create_task(one.run(gate)) for one in streams]
         await asyncio.gather(*(one.connected.wait() for one in streams))
         begun = time.perf_counter()
@@ -48,9 +56,11 @@ class StreamCommands:
 
 
 class Stream:
-    def __init__(self, url: str, api: str, prompt: list[int], new_tokens: int) -> None:
+    def __init__(
+        self, url: str, api: str, prompt: list[int], new_tokens: int, sampling: dict[str, Any]
+    ) -> None:
         self._url, self._api = urlsplit(url), api
-        self._body = _body(api, prompt, new_tokens)
+        self._body = _body(api, prompt, new_tokens, sampling)
         self._pieces: list[bytes] = []
         self.connected = asyncio.Event()
         self.first_at = self.ended_at = 0.0
@@ -101,14 +111,14 @@ class Stream:
         return count
 
 
-def _body(api: str, prompt: list[int], new_tokens: int) -> bytes:
-    greedy: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+def _body(api: str, prompt: list[int], new_tokens: int, sampling: dict[str, Any]) -> bytes:
+    given: dict[str, Any] = {"temperature": 0, "ignore_eos": True, **sampling}
     if api == "generate":
-        sampling = {**greedy, "max_new_tokens": new_tokens}
-        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
+        given["max_new_tokens"] = new_tokens
+        body: dict[str, Any] = {"input_ids": prompt, "sampling_params": given}
     else:
         usage = {"stream_options": {"include_usage": True}}
-        body = {**greedy, "prompt": prompt, "max_tokens": new_tokens, **usage}
+        body = {**given, "prompt": prompt, "max_tokens": new_tokens, **usage}
     return json.dumps({**body, "stream": True}).encode()
 
 

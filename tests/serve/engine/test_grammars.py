@@ -299,8 +299,9 @@ def test_a_batch_with_and_without_grammars(
     """Rows with a grammar, with another ban as well, drawn ones, and none."""
     (brace,), (colon,) = ids(demo, "{"), ids(demo, ":")
     one = Grammar("regex", r"[{:]")
-    logits = torch.zeros(6, demo.vocab_size)
+    logits = torch.zeros(9, demo.vocab_size)
     logits[:, brace], logits[:, 77] = 3, 9
+    drawn = SamplingParams(grammar=one, top_p=0.9, temperature=0.5, logprobs=1)
     params = [
         greedy(3),
         greedy(3, grammar=one),
@@ -308,13 +309,60 @@ def test_a_batch_with_and_without_grammars(
         # Bans of all that the grammar allows are ignored.
         greedy(3, grammar=one, bad_words=((brace,), (colon,))),
         greedy(3, grammar=one, logit_bias=((colon, 3.5),)),
-        SamplingParams(grammar=one, top_p=0.9, temperature=0.5, logprobs=1),
+        *(4 * [drawn]),
     ]
     draws = [first_draw(grammars, each, seed=4) for each in params]
-    found = choose(logits, draws, masks_ahead(draws) if ahead else None)
+    masks = masks_ahead(draws) if ahead else None
+    assert (masks is not None) is ahead
+    found = choose(logits, draws, masks)
     assert [each.token_id for each in found[:5]] == [77, brace, colon, brace, colon]
-    assert found[5].token_id == brace and found[5].top_logprobs[0][0] == 77
-    assert masks_ahead(draws[:1]) is None and masks_ahead(draws[:3]) is None
+    for each in found[5:]:
+        assert each.token_id == brace and each.top_logprobs[0][0] == 77
+    assert masks_ahead(draws[:1]) is None and masks_ahead(draws[:8]) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_greedy_choice_without_a_mask_is_that_of_the_mask(
+    demo: LoadedModel, grammars: Grammars, seed: int
+) -> None:
+    """Over answers that follow schemas with free and forced parts, with other likely tokens."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    known = forced = 0
+    size = len(demo.tokenizer or ())
+    for of in (POINT, {"type": "string"}, {"enum": ["alpha beta", "alpha gamma"]}, {}):
+        grammar = schema(of)
+        masking, matcher = grammars.matcher(grammar), grammars.matcher(grammar)
+        answer: list[int] = []
+        while len(answer) < 30:
+            mask = allowed(grammars, masking, answer)
+            fitting = [int(token) for token in np.flatnonzero(mask)]
+            likely = rng.choice([rng.choice(fitting), rng.randrange(size)])
+            token = matcher.choose(answer, likely, demo.vocab_size)
+            if token is None:
+                assert not mask[likely] or likely in demo.eos_ids
+                token = rng.choice(fitting)
+            elif len(fitting) == 1:
+                assert token == fitting[0]
+                forced += token != likely
+            else:
+                assert token == likely and mask[likely]
+                known += 1
+            if token in demo.eos_ids:
+                break
+            answer.append(token)
+        if answer:
+            # A request that is computed again asks for an earlier token once more.
+            assert matcher.choose(answer[:-1], answer[-1], demo.vocab_size) == answer[-1]
+    assert known > 10 and forced
+
+
+def test_a_choice_after_the_end_of_a_grammar_is_the_models_own(
+    demo: LoadedModel, grammars: Grammars
+) -> None:
+    matcher = grammars.matcher(Grammar("regex", "ab"))
+    assert matcher.choose(ids(demo, "xy"), 77, demo.vocab_size) == 77
+    assert matcher.error
 
 
 def test_logits_of_other_widths_than_the_vocabulary(demo: LoadedModel, grammars: Grammars) -> None:

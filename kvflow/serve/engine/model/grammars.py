@@ -120,9 +120,9 @@ def grammar_of_choices(choices: Iterable[str]) -> Grammar:
 class Matcher:
     """The state of a grammar after the tokens that one answer has so far."""
 
-    def __init__(self, state: Any) -> None:
+    def __init__(self, state: Any, vocab_size: int) -> None:
         """`state` is an `llguidance.LLMatcher` at the beginning of the grammar."""
-        self.state = state
+        self.state, self._vocab_size = state, vocab_size
         self._consumed = 0
         self.error = ""
 
@@ -137,7 +137,25 @@ class Matcher:
         if len(tokens) > self._consumed:
             self.state.consume_tokens([int(token) for token in tokens[self._consumed :]])
             self._consumed = len(tokens)
-        return self.check()
+            return self.check()
+        return not self.error
+
+    def choose(self, tokens: Tokens, likely: int, most: int) -> int | None:
+        """Return the token that a greedy choice takes after `tokens`, the answer so far, if it is
+        known without a mask, and move past it. It is the most likely token, `likely`, or the token
+        that the grammar forces, if that is below `most`.
+
+        This takes a fraction of a mask's time. None means that only a mask can tell, as it does
+        for tokens that end the answer.
+        """
+        if not self.consume(tokens):
+            return likely
+        forced = self.state.compute_ff_tokens()
+        token = int(forced[0]) if forced else likely
+        if token >= min(most, self._vocab_size) or not self.state.try_consume_tokens([token]):
+            return None if self.check() else likely
+        self._consumed += 1
+        return token
 
     def check(self) -> bool:
         """Return True while the grammar can go on. Otherwise, set `error`."""
@@ -183,7 +201,7 @@ class Grammars:
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """Return the grammar's state before the first token. Raises: as `compile`."""
-        return Matcher(self._compiled(grammar).state.deep_copy())
+        return Matcher(self._compiled(grammar).state.deep_copy(), self._width)
 
     def masks(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Masks:
         """Return the mask for the next token of each answer, given all of its tokens so far.
@@ -199,7 +217,9 @@ class Grammars:
         for i, (matcher, _) in enumerate(answers):
             if not matcher.check():
                 bits[i] = -1
-        return _MASK_OF_BYTE[bits.view(np.uint8)].reshape(len(answers), -1)[:, : self._width]
+        # `take` needs a quarter of the time that indexing needs.
+        masks = np.take(_MASK_OF_BYTE, bits.view(np.uint8), axis=0)
+        return masks.reshape(len(answers), -1)[:, : self._width]
 
     def masks_ahead(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Future[Masks]:
         """Begin to compute `masks` in a thread, while the model computes the logits.

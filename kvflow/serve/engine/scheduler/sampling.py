@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvflow.serve.engine.model.grammars import Grammars, Masks, Matcher, Tokens
@@ -44,11 +45,11 @@ class Choice(NamedTuple):
 
 
 def masks_ahead(draws: Sequence[Draw]) -> Future[Masks] | None:
-    """Begin to compute what the grammars of `draws` allow, for `choose`.
+    """Begin to compute what the grammars of rows that are not greedy allow, for `choose`.
 
-    Returns None if `choose` is to compute it, because few draws have a grammar.
+    Returns None if `choose` is to compute it, because there are few such rows.
     """
-    answers, grammars = _answers(draws), _grammars(draws)
+    answers, grammars = _answers(draws, greedy=False), _grammars(draws)
     if grammars is None or len(answers) < _FEWEST_AHEAD:
         return None
     return grammars.masks_ahead(list(answers.values()))
@@ -70,13 +71,15 @@ def choose(
     for i, row in adjusted.items():
         tokens[i] = int(row.argmax())
     if (grammars := _grammars(draws)) is not None:
-        answers = _answers(draws)
-        added = grammars.masks(list(answers.values())) if masks is None else masks.result()
-        masked = _masked(logits, adjusted, list(answers), added)
-        for n, (i, token) in enumerate(zip(answers, _most_likely(masked), strict=True)):
-            tokens[i] = token
-            if not draws[i].params.greedy:
-                adjusted[i] = masked[n]
+        if left := _left_to_masks(logits, draws, adjusted, tokens):
+            masked = _masked(logits, adjusted, list(left), grammars.masks(list(left.values())))
+            for i, token in zip(left, _most_likely(masked), strict=True):
+                tokens[i] = token
+        if answers := _answers(draws, greedy=False):
+            added = grammars.masks(list(answers.values())) if masks is None else masks.result()
+            adjusted.update(
+                zip(answers, _masked(logits, adjusted, list(answers), added), strict=True)
+            )
     drawn = [i for i, d in enumerate(draws) if not d.params.greedy]
     if drawn:
         rows = logits[drawn].float()
@@ -92,14 +95,36 @@ def choose(
     return choices
 
 
-def _answers(draws: Sequence[Draw]) -> dict[int, tuple[Matcher, Tokens]]:
-    """Return the answers that have a grammar, by row."""
+def _answers(draws: Sequence[Draw], *, greedy: bool) -> dict[int, tuple[Matcher, Tokens]]:
+    """Return the answers that have a grammar, by row, of the rows that are greedy or are not."""
     return {
         i: answer
         for i, draw in enumerate(draws)
         if draw.adjustments is not None
+        and draw.params.greedy is greedy
         and (answer := draw.adjustments.answer(draw.position)) is not None
     }
+
+
+def _left_to_masks(
+    logits: torch.Tensor,
+    draws: Sequence[Draw],
+    adjusted: dict[int, torch.Tensor],
+    tokens: list[int],
+) -> dict[int, tuple[Matcher, Tokens]]:
+    """Return the greedy answers that need a mask. Change `tokens`, the most likely ones, for the
+    others that have a grammar.
+    """
+    left = {}
+    for i, (matcher, answer) in _answers(draws, greedy=True).items():
+        # What other parameters ban is for `_masked` to judge.
+        banned = i in adjusted and bool(torch.isneginf(adjusted[i][tokens[i]]))
+        token = None if banned else matcher.choose(answer, tokens[i], logits.shape[-1])
+        if token is None:
+            left[i] = (matcher, answer)
+        else:
+            tokens[i] = token
+    return left
 
 
 def _grammars(draws: Sequence[Draw]) -> Grammars | None:
@@ -117,11 +142,14 @@ def _masked(
     Logits of more tokens than the masks have are -inf. If the request's other parameters ban every
     token that its grammar allows, the model's own logits count, because a grammar must go on.
     """
-    plain = (logits if len(rows) == len(logits) else logits[rows]).float()
-    added = torch.from_numpy(masks)[:, : plain.shape[-1]].to(plain.device)
-    if (more := plain.shape[-1] - added.shape[-1]) > 0:
-        added = torch.nn.functional.pad(added, (0, more), value=-math.inf)
-    masked = plain + added
+    masks = masks[:, : logits.shape[-1]]
+    if (more := logits.shape[-1] - masks.shape[-1]) > 0:
+        masks = np.pad(masks, ((0, 0), (0, more)), constant_values=-np.inf)
+    added = torch.from_numpy(masks).to(logits.device)
+    if _is_fast_in_numpy(logits):
+        masked = torch.from_numpy(logits.numpy()[rows] + masks).float()
+    else:
+        masked = logits[rows].float() + added
     for n, i in enumerate(rows):
         if i in adjusted:
             row = adjusted[i] + added[n]
@@ -131,15 +159,16 @@ def _masked(
 
 
 def _most_likely(logits: torch.Tensor) -> list[int]:
-    """Return the index of the largest entry of each row, the first one among equals.
-
-    numpy takes a tenth of torch's time for this, with the dtypes that it supports.
-    """
-    in_numpy = logits.dtype in (torch.float32, torch.float64) and logits.device.type == "cpu"
+    """Return the index of the largest entry of each row, the first one among equals."""
     found: list[int] = (
-        logits.numpy().argmax(axis=-1) if in_numpy else logits.argmax(dim=-1)
+        logits.numpy().argmax(axis=-1) if _is_fast_in_numpy(logits) else logits.argmax(dim=-1)
     ).tolist()
     return found
+
+
+def _is_fast_in_numpy(logits: torch.Tensor) -> bool:
+    """Return True where numpy takes a fraction of torch's time, with the dtypes it supports."""
+    return logits.dtype in (torch.float32, torch.float64) and logits.device.type == "cpu"
 
 
 def uniform(seed: int, position: int) -> float:
