@@ -40,7 +40,7 @@ async def answered(answer: bytes) -> Stream:
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        stream = Stream(f"http://{host}:{port}", "generate", [1, 2], 3)
+        stream = Stream(f"http://{host}:{port}", "generate", [1, 2], 3, {})
         gate = asyncio.Event()
         gate.set()
         await stream.run(gate)
