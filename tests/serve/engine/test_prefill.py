@@ -177,11 +177,11 @@ async def test_what_breaks_ends_its_request_and_no_other(
         ([1, 512], MisuseError, "token id 512 is outside the model's vocabulary, 0..511"),
         ([-1], MisuseError, "token id -1 is outside the model's vocabulary, 0..511"),
         ([1.5], MisuseError, "integers"),
-        (prompt_of(512), CapacityError, "asked for 512, limit 511"),
+        (prompt_of(512), CapacityError, "the prompt is too long; .*: asked for 512, limit 511"),
         (
             prompt_of(300),
             CapacityError,
-            "prompt tokens in the KV pool .*: asked for 300, limit 256",
+            "the prompt is too long; prompt tokens in the KV pool .*: asked for 300, limit 256",
         ),
     ],
 )

@@ -18,6 +18,9 @@ from kvflow.serve.engine.model.sequence import Prompt
 from kvflow.serve.engine.scheduler.params import MAX_STOP_IDS, BadWords, LogitBias, SamplingParams
 
 _POOL = "the KV pool (--num-pages, --pool-bytes, --mem-fraction)"
+# Clients look for these words, litellm and langchain-openai among them: their users' code shortens
+# the conversation then.
+_TOO_LONG = "the prompt is too long"
 # Limit on the float32 logits of one prompt, in bytes, if one step computes the whole prompt.
 MAX_LOGITS_BYTES = 1 << 30
 
@@ -66,10 +69,10 @@ class EngineLimits:
         if not len(prompt):
             raise MisuseError("the prompt is empty")
         if len(prompt) >= self.context_length:
-            text = "prompt tokens (the model's context must hold one new token too)"
+            text = f"{_TOO_LONG}; prompt tokens (the model's context must hold one new token too)"
             raise CapacityError(text, len(prompt), self.context_length - 1)
         if len(prompt) > (most := min(self.pool_tokens, MAX_PAGES_PER_ROOM * self._page_size)):
-            raise CapacityError(f"prompt tokens in {_POOL}", len(prompt), most)
+            raise CapacityError(f"{_TOO_LONG}; prompt tokens in {_POOL}", len(prompt), most)
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise MisuseError(
