@@ -10,6 +10,8 @@ VLLM_VENV ?= .venv-vllm
 VLLM_DONE := $(VLLM_VENV)/.setup-done
 SGLANG_VENV ?= .venv-sglang
 SGLANG_DONE := $(SGLANG_VENV)/.setup-done
+CLIENTS_VENV ?= .venv-clients
+CLIENTS_DONE := $(CLIENTS_VENV)/.setup-done
 CODE := kvflow tests docs $(wildcard examples)
 ARGS ?=
 # One more than the cores of a small machine: many tests wait for a process, a link or a timer.
@@ -20,7 +22,7 @@ export PYTHON TORCH_INDEX
 # CPU time of tests/transports. An empty value is the same to Python as none.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test coverage slow soak vllm sglang prove mutants check format lint types borders deployment collect rules workflows docs bench gpu clean
+.PHONY: setup demo test coverage slow soak vllm sglang clients prove mutants check format lint types borders deployment collect rules workflows docs bench gpu clean
 
 setup: $(DONE)
 
@@ -44,12 +46,12 @@ coverage: setup
 # "fleets", "processes", "printed", ...), and no two of one group meet.
 slow: setup
 	$(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
-	    -m "slow and not soak and not gpu and not vllm and not sglang" $(ARGS)
+	    -m "slow and not soak and not gpu and not vllm and not sglang and not clients" $(ARGS)
 
 # The slow tests at full size, and more planes, families and victims: hours. A workflow runs it every week.
 soak: setup
 	TEST_SOAK=1 $(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadgroup --durations=25 --durations-min=5 \
-	    -m "slow and not gpu and not vllm and not sglang" $(ARGS)
+	    -m "slow and not gpu and not vllm and not sglang and not clients" $(ARGS)
 
 # `vllm serve` runs in an environment of its own: its pins are not ours.
 vllm: setup $(VLLM_DONE)
@@ -65,6 +67,13 @@ sglang: setup $(SGLANG_DONE)
 
 $(SGLANG_DONE): pyproject.toml .ci/sglang-requirements.txt .ci/setup-sglang
 	.ci/setup-sglang $(SGLANG_VENV)
+
+# Clients of OpenAI's and Anthropic's routes, whose pins are not ours either.
+clients: setup $(CLIENTS_DONE)
+	TEST_CLIENTS_VENV=$(abspath $(CLIENTS_VENV)) $(BIN)/python -m pytest -m clients --durations=10 $(ARGS)
+
+$(CLIENTS_DONE): .ci/clients-requirements.txt .ci/clients-openai-2-requirements.txt .ci/setup-clients
+	.ci/setup-clients $(CLIENTS_VENV)
 
 prove: setup
 	$(BIN)/kvflow sim --plant all $(ARGS)
@@ -121,5 +130,5 @@ gpu: setup
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLIENTS_VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .coverage .hypothesis .import_linter_cache
 	find kvflow tests -name __pycache__ -type d -prune -exec rm -rf {} +
