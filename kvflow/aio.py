@@ -291,6 +291,10 @@ class Threads:
         job = self.start(_whole, work)
         try:
             return await asyncio.shield(job.ended)
+        except asyncio.CancelledError:
+            # The caller is gone, and asyncio would log an error of the work that is left.
+            job.ended.add_done_callback(functools.partial(_undo, lambda _: None))
+            raise
         finally:
             job.cancel()
 

@@ -239,6 +239,21 @@ async def test_who_asks_leaves_at_once_and_what_has_not_begun_never_begins() -> 
         await threads.ask(lambda: 1 // 0)
 
 
+async def test_an_error_after_the_caller_left_is_not_logged() -> None:
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    threads, gate = Threads("test"), Gate(0)
+    asked = asyncio.ensure_future(threads.ask(lambda: 1 // gate()))
+    await until(gate.entered.is_set)
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    gate.opened.set()
+    assert await threads.ask(lambda: 7) == 7
+    gc.collect()
+    assert not reported
+
+
 @pytest.mark.parametrize("how", ["closed", "forgotten"])
 async def test_threads_end_after_the_work_that_waits(how: str) -> None:
     threads, gate = Threads(f"test-{how}", 2), Gate(5)
