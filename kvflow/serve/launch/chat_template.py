@@ -11,6 +11,15 @@ from kvflow.protocols.errors import MisuseError
 _ANY_CHAT = [{"role": "user", "content": "a"}]
 
 
+def check_template(given: str) -> None:
+    """Check that the template `given`, a file or the template itself, can be read.
+
+    Raises: MisuseError if it cannot.
+    """
+    if given:
+        _text_of(given)
+
+
 def with_template(tokenizer: Any | None, given: str) -> Any | None:
     """Give a tokenizer the chat template `given`, a file or the template itself, and return it.
 
@@ -20,8 +29,7 @@ def with_template(tokenizer: Any | None, given: str) -> Any | None:
         return tokenizer
     if tokenizer is None:
         raise MisuseError("--chat-template: this model has no tokenizer")
-    template = given if "{{" in given or "{%" in given else _read(given)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = _text_of(given)
     # Importing jinja2 takes time, and few servers need it before their first chat.
     from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -34,8 +42,12 @@ def with_template(tokenizer: Any | None, given: str) -> Any | None:
     return tokenizer
 
 
-def _read(path: str) -> str:
+def _text_of(given: str) -> str:
+    if "{{" in given or "{%" in given:
+        return given
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise MisuseError(f"--chat-template {path}: {error}") from None
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise MisuseError(f"--chat-template {given}: {error.strerror}") from None
+    except ValueError as error:
+        raise MisuseError(f"--chat-template {given}: {error}") from None

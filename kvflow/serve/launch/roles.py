@@ -38,7 +38,7 @@ from kvflow.serve.http.role_switch import RoleSwitch
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.serve.http.tools.answers import OutputFormats, formats_of
 from kvflow.serve.launch.caching import check_cache
-from kvflow.serve.launch.chat_template import with_template
+from kvflow.serve.launch.chat_template import check_template, with_template
 from kvflow.serve.launch.joining import WorkerIdentity, member_of
 from kvflow.serve.launch.parts import Parts, loaded, say_what_fits
 from kvflow.serve.launch.process import Ready, serve_until_stopped
@@ -67,6 +67,7 @@ async def run_prefill(settings: Settings, settings_of: SettingsOf | None = None)
         check_tls(settings)
         check_cache(settings)
         check_collector(settings.otlp_endpoint)
+        check_template(settings.chat_template)
         if settings.pp * settings.tp > 1:
             await _run_first_rank(settings, http, ports)
             return
@@ -92,6 +93,7 @@ async def run_decode(settings: Settings, settings_of: SettingsOf | None = None) 
         check_tls(settings)
         check_cache(settings)
         check_collector(settings.otlp_endpoint)
+        check_template(settings.chat_template)
         check_decode(settings)
         if settings.tp > 1:
             await _run_first_shard(settings, http)
@@ -227,13 +229,39 @@ async def _serve(
 
     Raises: the error in `lost`.
     """
-    model = roles.parts.model
-    say_what_fits(running.service.limits)
-    text = with_template(model.tokenizer, settings.chat_template)
-    tokenizer = ThreadedTokenizer(text, model.context_length)
-    formats = formats_of(settings.tool_call_parser, settings.reasoning_parser, text)
+    try:
+        tokenizer, formats = _texts_of(settings, roles, running.service)
+    except BaseException:
+        await running.close()
+        raise
     pipeline = _pipeline_of(settings, running.service, roles, tokenizer, formats)
     switch = RoleSwitch(pipeline, running, roles.start)
+    try:
+        await _serve_switch(settings, switch, pipeline, roles, http, lost)
+    finally:
+        await switch.close()
+        tokenizer.close()
+
+
+def _texts_of(
+    settings: Settings, roles: _Roles, service: CompletionService
+) -> tuple[ThreadedTokenizer, OutputFormats]:
+    """Return how texts become tokens, and how answers are read. Raises: MisuseError."""
+    model = roles.parts.model
+    say_what_fits(service.limits)
+    text = with_template(model.tokenizer, settings.chat_template)
+    formats = formats_of(settings.tool_call_parser, settings.reasoning_parser, text)
+    return ThreadedTokenizer(text, model.context_length), formats
+
+
+async def _serve_switch(
+    settings: Settings,
+    switch: RoleSwitch,
+    pipeline: CompletionPipeline,
+    roles: _Roles,
+    http: socket.socket,
+    lost: asyncio.Future[KvflowError] | None,
+) -> None:
     routes = [
         *generate.routes(pipeline),
         *openai.routes(pipeline),
@@ -261,15 +289,11 @@ async def _serve(
         client_tls(settings),
     )
     origins, collector = settings.allowed_origins, settings.otlp_endpoint
-    try:
-        async with tracing_to(collector, settings.otlp_sample_ratio, switch.role) as tracing:
-            app = build_app(routes, roles.metrics, keys, origins, tracing=tracing)
-            await serve_until_stopped(
-                app, http, pipeline, ready, settings.drain_timeout_s, member, lost, roles.tls
-            )
-    finally:
-        await switch.close()
-        tokenizer.close()
+    async with tracing_to(collector, settings.otlp_sample_ratio, switch.role) as tracing:
+        app = build_app(routes, roles.metrics, keys, origins, tracing=tracing)
+        await serve_until_stopped(
+            app, http, pipeline, ready, settings.drain_timeout_s, member, lost, roles.tls
+        )
 
 
 def _pipeline_of(

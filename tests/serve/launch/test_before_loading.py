@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import logging
 import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from kvflow.memory.available import Available
 from kvflow.protocols.errors import MisuseError
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.config.sources import ConfigError
+from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from kvflow.serve.launch import pool
 from kvflow.serve.launch.roles import run_decode, run_prefill
 from kvflow.serve.launch.router import run_router
@@ -103,3 +106,20 @@ def test_a_default_of_host_memory_that_is_not_there_is_no_reason(
         ConfigError, match=r"--host-memory-bytes 268435456: 1000 bytes are available \(memory of"
     ):
         pool.check_host_memory(Settings(host_memory_full="refuse"))
+
+
+@pytest.mark.parametrize("run", [run_prefill, run_decode])
+async def test_a_chat_template_that_is_not_there(run: Role, tmp_path: Path) -> None:
+    told = await refusal_of(run, tmp_path, chat_template="/nowhere/chat.jinja")
+    assert told == "--chat-template /nowhere/chat.jinja: No such file or directory"
+
+
+@pytest.mark.parametrize("run", [run_prefill, run_decode])
+async def test_a_role_that_cannot_serve_ends_without_noise(
+    run: Role, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The role runs by then, so it must be closed before its model is."""
+    told = await refusal_of(run, DEMO_MODEL_DIR, chat_template="{% for %}", num_pages=8)
+    assert told.startswith("--chat-template: line 1: ")
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
