@@ -36,6 +36,11 @@ _ALONE = {
     "bootstrap_room": None,
     "compute_prompt": True,
 }
+GENERATE_PATH = "/generate"
+# The fields with several prompts, and the routes with `n`. A worker ignores these fields elsewhere,
+# so a room for each would have no completion.
+_PROMPTS_OF = {GENERATE_PATH: ("text", "input_ids"), "/v1/completions": ("prompt",)}
+_SEVERAL_CHOICES = ("/v1/chat/completions", "/v1/completions")
 _OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
 
 
@@ -43,7 +48,7 @@ class KvflowEngine:
     """Implements `engines.Engine`."""
 
     completion_paths = (
-        *("/generate", "/v1/chat/completions", "/v1/completions"),
+        *(GENERATE_PATH, "/v1/chat/completions", "/v1/completions"),
         *("/v1/messages", "/v1/responses"),
     )
     decode_routes = (
@@ -64,8 +69,9 @@ class KvflowEngine:
             await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url, self._events_key
         )
 
-    def read(self, body: bytes) -> KvflowCompletion:
-        return KvflowCompletion(decoded(body, _Fields))
+    def read(self, body: bytes, path: str) -> KvflowCompletion:
+        fields = decoded(body, _GenerateFields if path == GENERATE_PATH else _Fields)
+        return KvflowCompletion(fields, path)
 
     def families(self) -> Iterator[Metric]:
         yield from ()
@@ -74,9 +80,9 @@ class KvflowEngine:
 class KvflowCompletion:
     """Implements `engines.Completion`."""
 
-    def __init__(self, fields: _Fields) -> None:
+    def __init__(self, fields: _Fields, path: str) -> None:
         self.fields = fields
-        self._rooms = _room_count(fields)
+        self._rooms = _room_count(fields, path)
 
     def local_tokens(self, missing: int) -> int | None:
         fields = self.fields
@@ -122,32 +128,47 @@ class _Fields(PromptFields):
     decode can serve it alone.
     """
 
-    sampling_params: _Sampling | list[_Sampling] | None = None
     n: Any = None
     echo: Any = None
     logprob_start_len: Any = None
     compute_prompt: Any = None
 
 
-def _room_count(fields: _Fields) -> int:
+class _GenerateFields(_Fields):
+    """The same of /generate. Other routes ignore `sampling_params`."""
+
+    sampling_params: _Sampling | list[_Sampling] | None = None
+
+
+def _room_count(fields: _Fields, path: str) -> int:
     """Return how many rooms a body needs: prompts times choices. Raises: RequestError (400)."""
     prompts = 1
-    for value in (fields.text, fields.input_ids, fields.prompt):
+    for name in _PROMPTS_OF.get(path, ()):
+        value = getattr(fields, name)
         if isinstance(value, list) and value and not isinstance(value[0], int):
             prompts = len(value)
-    sampling = fields.sampling_params
-    if isinstance(sampling, list):
-        sampling = sampling[0] if sampling else None
-    choices = (sampling.n if sampling else None) or fields.n or 1
+    name, choices = _choices_of(fields, path)
     if (
         not isinstance(choices, int)
         or isinstance(choices, bool)
         or not 1 <= prompts * choices <= MAX_COMPLETIONS
     ):
         raise RequestError(
-            f"n: {choices!r} times {prompts} prompts is outside 1..{MAX_COMPLETIONS} completions"
+            f"{name}: {str(choices)[:40]} times {prompts} prompts is outside "
+            f"1..{MAX_COMPLETIONS} completions",
+            param=name,
         )
     return prompts * choices
+
+
+def _choices_of(fields: _Fields, path: str) -> tuple[str, Any]:
+    """Return the name and the value of the field that has the number of choices for a prompt."""
+    if isinstance(fields, _GenerateFields):
+        sampling = fields.sampling_params
+        if isinstance(sampling, list):
+            sampling = sampling[0] if sampling else None
+        return "sampling_params.n", (sampling.n if sampling else None) or 1
+    return "n", fields.n or 1 if path in _SEVERAL_CHOICES else 1
 
 
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:

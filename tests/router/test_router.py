@@ -7,15 +7,15 @@ import io
 import json
 
 import aiohttp
-import msgspec
 import pytest
 
 from kvflow.http.app import MAX_BODY_BYTES
+from kvflow.http.errors import RequestError
 from kvflow.http.large_bodies import MAX_REST_BYTES
 from kvflow.http.model_length import MAX_MODEL_LEN_HEADER
 from kvflow.protocols.errors import Cause, Code
 from kvflow.router import legs, pairs
-from kvflow.router.kvflow_engine import _Fields, _room_count
+from kvflow.router.kvflow_engine import KvflowEngine
 from kvflow.router.router import Router
 from kvflow.router.workers import Worker
 from tests.fakes.servers import Front
@@ -57,20 +57,43 @@ async def test_several_rooms_for_several_completions(front: Front, decode: Role)
 
 
 @pytest.mark.parametrize(
-    ("body", "rooms"),
+    ("path", "body", "rooms"),
     [
-        (b'{"text": "w1"}', 1),
-        (b'{"text": ["w1", "w2"]}', 2),
-        (b'{"input_ids": [1, 2, 3]}', 1),
-        (b'{"input_ids": [[1], [2], [3]], "n": 2}', 6),
-        (b'{"prompt": [[1], [2]], "n": 3}', 6),
-        (b'{"text": "w1", "sampling_params": {"n": 4}}', 4),
-        (b'{"text": ["w1", "w2"], "sampling_params": [{"n": 2}, {"n": 2}]}', 4),
-        (b'{"text": "w1", "sampling_params": []}', 1),
+        ("/generate", b'{"text": "w1"}', 1),
+        ("/generate", b'{"text": ["w1", "w2"]}', 2),
+        ("/generate", b'{"input_ids": [1, 2, 3]}', 1),
+        ("/generate", b'{"input_ids": [[1], [2], [3]], "sampling_params": {"n": 2}}', 6),
+        ("/generate", b'{"text": ["w1", "w2"], "sampling_params": [{"n": 2}, {"n": 2}]}', 4),
+        ("/generate", b'{"text": "w1", "sampling_params": []}', 1),
+        ("/v1/completions", b'{"prompt": [[1], [2]], "n": 3}', 6),
+        ("/v1/chat/completions", b'{"messages": [{}], "n": 3}', 3),
+        # These routes ignore the fields.
+        ("/generate", b'{"text": "w1", "n": 3, "prompt": ["a", "b"]}', 1),
+        ("/v1/completions", b'{"prompt": "a", "text": ["w1"], "sampling_params": {"n": 3}}', 1),
+        ("/v1/chat/completions", b'{"messages": [{}], "prompt": ["a"], "sampling_params": 4}', 1),
+        ("/v1/responses", b'{"input": "a", "n": 3}', 1),
+        ("/v1/messages", b'{"messages": [{}], "n": "x", "text": ["a", "b"]}', 1),
     ],
 )
-def test_every_choice_of_every_prompt_has_a_room(body: bytes, rooms: int) -> None:
-    assert _room_count(msgspec.json.decode(body, type=_Fields)) == rooms
+def test_every_choice_of_every_prompt_has_a_room(path: str, body: bytes, rooms: int) -> None:
+    assert KvflowEngine().read(body, path)._rooms == rooms
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", b'{"prompt": "a", "n": -1}', "n"),
+        ("/v1/chat/completions", b'{"n": "2"}', "n"),
+        ("/v1/chat/completions", b'{"n": 1000000}', "n"),
+        ("/generate", b'{"text": "a", "sampling_params": {"n": 257}}', "sampling_params.n"),
+    ],
+)
+def test_a_number_of_choices_that_cannot_be_names_its_field(
+    path: str, body: bytes, param: str
+) -> None:
+    with pytest.raises(RequestError, match=f"{param}: .* is outside 1..256 completions") as caught:
+        KvflowEngine().read(body, path)
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize("longest", [False, True], ids=["many short values", "one long value"])
