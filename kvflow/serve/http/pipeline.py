@@ -37,13 +37,14 @@ from kvflow.http.responses import long_json_response
 from kvflow.http.sse import Arrivals, EventStream
 from kvflow.node.prompt_logprobs import PromptLogprobs
 from kvflow.protocols.errors import AbortedError, Cause, Code, KvflowError, MisuseError
-from kvflow.serve.engine.model.grammars import Grammar, Grammars
+from kvflow.serve.engine.model.grammars import Grammars
 from kvflow.serve.http.completion import Completion, Delta, detokenize
 from kvflow.serve.http.completion_service import CompletionService, GenerationRequest
 from kvflow.serve.http.generation_requests import RequestLimits, rooms_of, with_digests
 from kvflow.serve.http.measures import RequestMeter
 from kvflow.serve.http.metrics import RoleMetrics
 from kvflow.serve.http.schemas import Rendezvous, Rooms, parse
+from kvflow.serve.http.structured import field_with_grammar
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.serve.http.tools.answers import PLAIN, OutputFormats
 from kvflow.serve.http.tracing import annotate, traced
@@ -159,7 +160,7 @@ class CompletionPipeline(Drainable):
                     requests = await call.generation_requests(self)
                     self._check_room_for(len(requests))
                     stack.enter_context(self.count_running(len(requests) - 1))
-                    await self._compile({request.params.grammar for request in requests})
+                    await self._compile(call.body, requests)
                     requests = await with_digests(requests)
                     detokenizers = [
                         self.tokenizer.detokenizer(request.params) for request in requests
@@ -184,15 +185,16 @@ class CompletionPipeline(Drainable):
                 answer = await self._collect(call, requests, sources, meter)
             return await long_json_response(http, answer)
 
-    async def _compile(self, asked: set[Grammar | None]) -> None:
+    async def _compile(self, body: Rendezvous, requests: list[GenerationRequest]) -> None:
         """Compile grammars. Raises: RequestError (400) if one cannot be compiled."""
-        for grammar in asked - {None}:
+        for grammar in {request.params.grammar for request in requests} - {None}:
+            name = field_with_grammar(body)
             if self._grammars is None:
-                raise RequestError("this server has no grammars")
+                raise RequestError(f"{name}: this server has no grammars", param=name)
             try:
                 await self._grammars.compile(grammar)
             except MisuseError as error:
-                raise RequestError(str(error)) from None
+                raise RequestError(f"{name}: {error}", param=name) from None
 
     def end_requests(self) -> None:
         self.service.end_requests()

@@ -73,6 +73,22 @@ def grammar_of(body: Any, where: str = "") -> Grammar | None:
     return next(iter(found.values()), None)
 
 
+def field_with_grammar(body: Any) -> str:
+    """Return the name of the field from which a body's grammar comes, for errors.
+
+    `grammar_of` has read the body before. A call that is forced has the schemas of the tools.
+    """
+    for name in _READERS:
+        value = getattr(body, name, None)
+        if value is not None and getattr(value, "type", None) != "text":
+            return name
+    for name in ("text", "output_config"):
+        given = getattr(body, name, None)
+        if isinstance(given, msgspec.Struct) and getattr(given, "format", None) is not None:
+            return f"{name}.format"
+    return "tools" if getattr(body, "tools", None) else "sampling_params"
+
+
 def _of_response_format(value: ResponseFormat) -> Grammar | None:
     if value.type == "text":
         return None
@@ -89,8 +105,8 @@ def _of_response_format(value: ResponseFormat) -> Grammar | None:
     )
 
 
-def _of_structured_outputs(value: StructuredOutputs) -> Grammar | None:
-    given = {
+def _of_structured_outputs(value: StructuredOutputs) -> Grammar:
+    given: dict[str, Any] = {
         name: each
         for name in value.__struct_fields__
         if (each := getattr(value, name)) not in (None, False, "")
@@ -101,7 +117,7 @@ def _of_structured_outputs(value: StructuredOutputs) -> Grammar | None:
         raise MisuseError(f"{' and '.join(given)} both restrict the answer; send one of them")
     for name, one in given.items():
         return Grammar("json_schema", _ANY_OBJECT) if name == "json_object" else _VLLM[name](one)
-    return None
+    raise MisuseError(f"it has none of {', '.join(value.__struct_fields__)}")
 
 
 def _of_schema(value: Json | str) -> Grammar:

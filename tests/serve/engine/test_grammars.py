@@ -27,7 +27,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
-from kvflow.protocols.errors import KvflowError, MisuseError
+from kvflow.protocols.errors import Code, KvflowError, MisuseError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.serve.engine.model import grammars as module
 from kvflow.serve.engine.model.grammars import (
@@ -129,7 +129,21 @@ def test_masks_allow_what_the_grammar_matches(
         (Grammar("ebnf", 'root ::= "a" b'), "ebnf cannot be read: Rule 'b' not found"),
         (Grammar("ebnf", "root ::= " + 5000 * "("), "ebnf cannot be read: maximum recursion"),
         (Grammar("lark", "start: foo"), 'unknown name: "foo"'),
-        (Grammar("structural_tag", "{}"), "structural_tag cannot be read: it has no 'structures'"),
+        (schema({"$ref": "#"}), "json_schema cannot be compiled: no token may follow$"),
+        (Grammar("lark", "start: start"), "lark cannot be compiled: no token may follow$"),
+        (Grammar("structural_tag", "{}"), "cannot be read: .*missing required field `structures`"),
+        *(
+            (
+                Grammar("structural_tag", json.dumps({**TAG, **wrong})),
+                f"structural_tag cannot be read: .* at `\\$.{place}",
+            )
+            for wrong, place in (
+                ({"structures": []}, "structures`"),
+                ({"triggers": None}, "triggers`"),
+                ({"triggers": [""]}, "triggers"),
+                ({"structures": [{"begin": 4}]}, "structures"),
+            )
+        ),
         (
             Grammar("structural_tag", json.dumps({**TAG, "triggers": ["x"]})),
             "structural_tag cannot be read: no trigger is the start of '<f>'",
@@ -566,7 +580,18 @@ async def test_a_grammar_that_fails_ends_its_own_request_alone(
             pair.tokens(given[0], params), pair.tokens(given[1], greedy(30)), return_exceptions=True
         )
         assert isinstance(found[0], KvflowError) and "LexerTooComplex" in str(found[0])
+        assert found[0].code is Code.BAD_REQUEST
         assert found[1] == alone
+
+
+async def test_a_grammar_that_matches_nothing_is_an_error_of_the_request(
+    demo: LoadedModel,
+) -> None:
+    dead = Grammar("lark", 'start: "a" foo\nfoo: foo')
+    async with EnginePair(demo) as pair:
+        with pytest.raises(KvflowError, match=r"cannot go on: no token may follow$") as caught:
+            await pair.tokens(prompts(demo)[0], greedy(5, grammar=dead))
+        assert caught.value.code is Code.BAD_REQUEST
 
 
 async def test_an_engine_compiles_what_no_server_has_compiled(demo: LoadedModel) -> None:

@@ -18,11 +18,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvflow.aio import Threads
 from kvflow.extras import missing_extra
@@ -160,7 +161,7 @@ class Matcher:
     def check(self) -> bool:
         """Return True while the grammar can go on. Otherwise, set `error`."""
         if not self.error and self.state.is_error():
-            self.error = _in_one_line(self.state.get_error())
+            self.error = _reason_of(self.state)
         return not self.error
 
 
@@ -292,13 +293,13 @@ class Grammars:
         if (used := _trial(text)) is None:
             raise MisuseError(f"{grammar.kind} takes too much time or memory to compile")
         matcher = LLMatcher(self._vocabulary, text, log_level=0)
-        # A grammar that is too complex may fail only at its first mask.
-        if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()
-        if matcher.is_error():
-            raise MisuseError(
-                f"{grammar.kind} cannot be compiled: {_in_one_line(matcher.get_error())}"
-            )
+        # A grammar that is too complex, or that matches nothing, may fail only at its first mask.
+        first = matcher.deep_copy()
+        if not first.is_error():
+            first.compute_bitmask()
+        for state in (matcher, first):
+            if state.is_error():
+                raise MisuseError(f"{grammar.kind} cannot be compiled: {_reason_of(state)}")
         return _Compiled(matcher, len(text) + used)
 
     @functools.cached_property
@@ -393,22 +394,38 @@ def _text_of(grammar: Grammar) -> str:
             raise ValueError(_in_one_line(error)) from None
         return str(LLMatcher.grammar_from_lark(lark))
     if grammar.kind == "structural_tag":
-        given = json.loads(grammar.text)
-        tags = [_tag_of(one, given["triggers"]) for one in given["structures"]]
+        given = msgspec.json.decode(grammar.text, type=_Tags)
+        tags = [_tag_of(one, given.triggers) for one in given.structures]
         return str(LLMatcher.grammar_from_lark(StructTag.to_grammar(tags)))
     return str(LLMatcher.grammar_from_lark(grammar.text))
 
 
-def _tag_of(given: dict[str, Any], triggers: list[str]) -> Any:
+class _Tag(msgspec.Struct):
+    begin: str
+    schema: dict[str, Any] | bool
+    end: str
+
+
+class _Tags(msgspec.Struct):
+    structures: Annotated[list[_Tag], Meta(min_length=1)]
+    triggers: list[Annotated[str, Meta(min_length=1)]]
+
+
+def _tag_of(given: _Tag, triggers: list[str]) -> Any:
     from llguidance import StructTag
 
-    begin = given["begin"]
-    trigger = next((each for each in triggers if begin.startswith(each)), None)
+    trigger = next((each for each in triggers if given.begin.startswith(each)), None)
     if trigger is None:
-        raise ValueError(f"no trigger is the start of {begin[:40]!r}")
+        raise ValueError(f"no trigger is the start of {given.begin[:40]!r}")
     return StructTag(
-        trigger=trigger, begin=begin, grammar=json.dumps(given["schema"]), end=given["end"]
+        trigger=trigger, begin=given.begin, grammar=json.dumps(given.schema), end=given.end
     )
+
+
+def _reason_of(state: Any) -> str:
+    """Return the error of an `llguidance.LLMatcher`, without the state of its parser."""
+    error = _in_one_line(state.get_error().partition("<state>")[0])
+    return "no token may follow" if error.startswith("NoExtension") else error
 
 
 def _in_one_line(error: object) -> str:

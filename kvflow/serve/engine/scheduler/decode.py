@@ -594,4 +594,5 @@ class DecodeEngine(EngineLoop):
 
 
 def _grammar_error(text: str) -> KvflowError:
-    return room_error(Cause(Code.ENGINE_ERROR, f"the grammar of the answer cannot go on: {text}"))
+    # Some grammars can be compiled, and match nothing beyond some token.
+    return room_error(Cause(Code.BAD_REQUEST, f"the grammar of the answer cannot go on: {text}"))
