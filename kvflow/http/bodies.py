@@ -15,7 +15,8 @@ MAX_STRUCTURE = 1 << 14
 # Maximum number of completions that one body may request (prompts times n).
 MAX_COMPLETIONS = 256
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_PLACE = re.compile(r" - at `([^`]+)`$")  # the path of the field, at the end of msgspec's errors
+# The path of a field at the end of msgspec's errors, or the name of one that the body lacks.
+_PLACE = re.compile(r"(?: - at |^Object missing required field )`([^`]+)`$")
 
 S = TypeVar("S")
 

@@ -180,6 +180,12 @@ async def test_bad_chats_are_bad_requests(
     assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/completions"])
+async def test_a_field_that_is_missing_is_named(decode: Role, path: str) -> None:
+    error = (await decode.post(path, {"model": "fake"}, status=400))["error"]
+    assert error["message"] == f"Object missing required field `{error['param']}`"
+
+
 async def test_a_full_server_is_retryable(client: openai.AsyncOpenAI, decode: Role) -> None:
     decode.service.failure = Cause(Code.CAPACITY, "no pages")
     with pytest.raises(openai.InternalServerError) as caught:

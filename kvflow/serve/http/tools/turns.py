@@ -9,6 +9,7 @@ import msgspec
 
 from kvflow.http.errors import RequestError
 from kvflow.http.prompt_fields import PromptIds, template_variables
+from kvflow.protocols.errors import MisuseError
 from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.http.completion import Delta
 from kvflow.serve.http.completion_service import GenerationRequest
@@ -69,7 +70,10 @@ async def chat_requests(
         if params.grammar is not None:
             text = "tool_choice: it and another field both restrict the answer; send one of them"
             raise RequestError(text, param="tool_choice")
-        grammar = Grammar("json_schema", reading.use.forced_schema_text())
+        try:
+            grammar = Grammar("json_schema", reading.use.forced_schema_text())
+        except MisuseError as error:
+            raise RequestError(f"tools: {error}", param="tools") from None
         params = msgspec.structs.replace(params, grammar=grammar)
     elif params.grammar is not None:
         # The grammar holds from the first token on, so neither reasoning nor a call precedes it.

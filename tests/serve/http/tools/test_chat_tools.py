@@ -19,6 +19,10 @@ WEATHER: Any = {
     "function": {"name": "get_weather", "description": "Weather", "parameters": PARAMETERS},
 }
 TIME: Any = {"type": "function", "function": {"name": "get_time"}}
+HUGE: Any = {
+    "type": "function",
+    "function": {"name": "huge", "parameters": {"type": "object", "title": "a" * (1 << 18)}},
+}
 CHAT: Any = [{"role": "user", "content": "Weather?"}]
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
 CALLS = f'I look.\n{CALL}\n<tool_call>\n{{"name": "get_time", "arguments": {{}}}}\n</tool_call>'
@@ -268,6 +272,11 @@ async def test_the_results_of_calls_are_in_the_next_prompt(
             "none of the tools (get_weather)",
         ),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice", "`function`"),
+        (
+            {"tools": [HUGE], "tool_choice": "required"},
+            "tools",
+            "limit 262144",
+        ),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
             "messages[0].tool_call_id",
