@@ -46,6 +46,22 @@ class RequestFields(logging.Filter):
         return True
 
 
+class WithoutClosedTls(logging.Filter):
+    """A filter that drops uvloop's report of a TLS client that left while uvloop answered it.
+
+    uvloop calls that a fatal error, with a traceback. Each client that disconnects early may cause
+    one, and the access log has its request.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not (
+            isinstance(error, RuntimeError)
+            and str(error).endswith("the handler is closed")
+            and record.getMessage().startswith("Fatal error on SSL protocol")
+        )
+
+
 def _cut(text: str, most: int) -> str:
     if len(text) <= most:
         return text
@@ -142,6 +158,7 @@ def set_up_logging(
     """Log to stderr, with Python's warnings. Libraries log only warnings and errors."""
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RequestFields())
+    handler.addFilter(WithoutClosedTls())
     handler.setFormatter(JsonFormatter(role) if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(True)

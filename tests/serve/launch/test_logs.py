@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
@@ -146,3 +147,17 @@ def test_lines_of_a_child_are_relayed_as_json() -> None:
     for text in ("WARNING: from C++", "[1]", "{broken", '"text"', EVIL):
         document = json.loads(relayed(text, "prefill", "prefill"))
         assert document["message"] in (text, printable(text)) and document["process"] == "prefill"
+
+
+async def test_a_tls_client_that_left_is_no_fatal_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The texts are uvloop's. It reports them in a race that no test can force."""
+    set_up_logging("debug")
+    closed = "unable to perform operation on <TCPTransport closed=True>; the handler is closed"
+    report = {"message": "Fatal error on SSL protocol", "exception": RuntimeError(closed)}
+    asyncio.get_running_loop().call_exception_handler(report)
+    assert capsys.readouterr().err == ""
+    for other in ({"exception": RuntimeError("no memory")}, {"message": "something else"}):
+        asyncio.get_running_loop().call_exception_handler(report | other)
+        assert "RuntimeError" in capsys.readouterr().err
