@@ -209,6 +209,7 @@ def _report(
             "decode_beside_prefill": profile.beside_prefill,
         },
         "keeps_limits": best.keeps,
+        "more_workers_help": answer.more_help,
         "prefills": best.prefills,
         "decodes": best.decodes,
         "prefill_peak_tokens": best.found.prefill_peak_tokens,
@@ -264,7 +265,10 @@ def _print(report: dict[str, Any]) -> None:
     console.print(pools)
     if "check" in report:
         _print_check(console, report["check"])
-    verdict = "are enough" if report["keeps_limits"] else "are not enough, and more were not tried"
+    verdict = "are enough"
+    if not report["keeps_limits"]:
+        more = "were not tried" if report["more_workers_help"] else "do not help"
+        verdict = f"are not enough, and more {more},"
     console.print(
         f"{report['prefills']} prefills and {report['decodes']} decodes {verdict} for TTFT "
         f"{limits['ttft_s']:g} s and ITL {limits['itl_ms']:g} ms of {share}; pools: at least "

@@ -10,6 +10,9 @@ from kvflow.plan.simulate import Simulated, simulate
 from kvflow.plan.trace import Trace
 
 _MOST_POOLS = 8
+# Workers that are added without an effect before the search ends. One more may be without: a
+# request that misses the limits does not always get it.
+_PATIENCE = 8
 
 
 class Limits(NamedTuple):
@@ -45,6 +48,8 @@ class Plan(NamedTuple):
     tried: list[Tried]
     """In the order of the search. The last one is the answer if it keeps the limits."""
     pools: list[Pool]
+    more_help: bool = True
+    """False if further workers were tried and brought the limits no nearer."""
 
     @property
     def best(self) -> Tried:
@@ -55,17 +60,22 @@ def search(trace: Trace, times: StepTimes, sizes: Sizes, limits: Limits, most: i
     """Add workers to a fleet until it keeps the limits, at most `most` of each role.
 
     A missed time between tokens adds a decode; a missed time to the first token a prefill, or a
-    decode where that brings more, because requests also wait for decode's pool.
+    decode where that brings more, because requests also wait for decode's pool. The search ends
+    where `_PATIENCE` further workers bring the limits no nearer.
     """
     prefills = decodes = 1
     tried: list[Tried] = []
+    nearest = 0  # the index in `tried` of the fleet with the least excess
 
     def attempt(some: int, others: int) -> Tried:
         found = simulate(trace, times, sizes, some, others)
         return Tried(some, others, found, all(limits.kept_by(found)))
 
+    def excess(one: Tried) -> float:
+        return _excess(one.found, limits)
+
     tried.append(attempt(prefills, decodes))
-    while not tried[-1].keeps:
+    while not tried[-1].keeps and len(tried) - nearest <= _PATIENCE:
         first_kept, _ = limits.kept_by(tried[-1].found)
         choices = []
         if not first_kept and prefills < most:
@@ -74,9 +84,14 @@ def search(trace: Trace, times: StepTimes, sizes: Sizes, limits: Limits, most: i
             choices.append(attempt(prefills, decodes + 1))
         if not choices:
             break
-        tried.append(min(choices, key=lambda one: _excess(one.found, limits)))
+        tried.append(min(choices, key=excess))
         prefills, decodes = tried[-1].prefills, tried[-1].decodes
-    return Plan(tried, _pools(trace, times, sizes, tried[-1]))
+        if excess(tried[-1]) < excess(tried[nearest]):
+            nearest = len(tried) - 1
+    more_help = len(tried) - nearest <= _PATIENCE
+    if not more_help:
+        del tried[nearest + 1 :]
+    return Plan(tried, _pools(trace, times, sizes, tried[-1]), more_help)
 
 
 def _excess(found: Simulated, limits: Limits) -> float:

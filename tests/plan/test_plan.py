@@ -67,7 +67,20 @@ def test_limits_that_no_fleet_keeps_are_status_1(files: tuple[str, str]) -> None
     trace, profile = files
     words = "--trace", trace, "--profile", profile, "--ttft", "0.01", "--itl", "12", "--most", "2"
     done = run(*words)
-    assert done.exit_code == 1 and "are not enough" in " ".join(done.stdout.split())
+    text = " ".join(done.stdout.split())
+    assert done.exit_code == 1 and "are not enough, and more were not tried, for TTFT" in text
+
+
+def test_the_search_ends_where_more_workers_do_not_help(files: tuple[str, str]) -> None:
+    """A prompt alone takes longer than that limit."""
+    trace, profile = files
+    words = "--trace", trace, "--profile", profile, "--ttft", "0.01", "--itl", "12"
+    done = run(*words)
+    text = " ".join(done.stdout.split())
+    assert done.exit_code == 1 and "are not enough, and more do not help, for TTFT" in text
+    report = json.loads(run(*words, "--json").stdout)
+    assert report["more_workers_help"] is False
+    assert len(report["tried"]) < 16 and report["tried"][-1]["prefills"] == report["prefills"]
 
 
 @pytest.mark.parametrize(
