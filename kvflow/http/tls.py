@@ -114,7 +114,7 @@ class ServerContext(_FileContext):
         try:
             made.load_cert_chain(certificate, key)
         except ssl.SSLError as error:
-            if error.reason == "KEY_VALUES_MISMATCH":
+            if error.reason in _ANOTHER_KEY:
                 raise MisuseError(
                     f"--tls-key {key} is not the key of the first certificate in --tls-cert "
                     f"{certificate}"
@@ -173,6 +173,10 @@ class ClientContext(_FileContext):
 
     def _named(self, options: dict[str, Any]) -> dict[str, Any]:
         return options | ({"server_hostname": self._server_name} if self._server_name else {})
+
+
+# OpenSSL looks for the certificate of a key among those of the key's own type.
+_ANOTHER_KEY = ("KEY_VALUES_MISMATCH", "KEY_TYPE_MISMATCH", "NO_CERTIFICATE_ASSIGNED")
 
 
 class _ServerConnection(ssl.SSLObject):

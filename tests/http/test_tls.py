@@ -11,6 +11,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import trustme
 from aiohttp import web
 
 from kvflow.http.listening import bound_socket, listening_on, url_of
@@ -216,10 +217,14 @@ def test_unusable_files_are_refused(
         ServerContext(files.certificate, files.key)
 
 
-def test_a_key_of_another_certificate_is_refused(authority: Authority, files: Files) -> None:
-    other = authority.issue("other", HOST)
+@pytest.mark.parametrize("kind", [trustme.KeyType.ECDSA, trustme.KeyType.RSA])
+def test_a_key_of_another_certificate_is_refused(
+    files: Files, tmp_path: Path, kind: trustme.KeyType
+) -> None:
+    key = tmp_path / "other.key"
+    trustme.CA().issue_cert(HOST, key_type=kind).private_key_pem.write_to_path(key)
     with pytest.raises(MisuseError, match=r"other.key is not the key of .*server.pem"):
-        ServerContext(files.certificate, other.key)
+        ServerContext(files.certificate, str(key))
 
 
 @pytest.mark.parametrize(
