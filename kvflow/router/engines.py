@@ -73,8 +73,8 @@ class Engine(Protocol):
     def retried_statuses(self) -> Collection[int]:
         """Statuses after which a request without a first token may be tried on another pair."""
 
-    def read(self, body: bytes, path: str, /) -> Completion:
-        """Parse a body from which long values were removed (`large_bodies.py`).
+    def read(self, path: str, body: bytes) -> Completion:
+        """Parse a request's body from which long values were removed (`large_bodies.py`).
 
         `path` is that of the request, one of `completion_paths`.
 

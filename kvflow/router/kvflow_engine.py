@@ -36,21 +36,18 @@ _ALONE = {
     "bootstrap_room": None,
     "compute_prompt": True,
 }
-GENERATE_PATH = "/generate"
+_OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
+GENERATE, COMPLETIONS, CHAT = "/generate", "/v1/completions", "/v1/chat/completions"
 # The fields with several prompts, and the routes with `n`. A worker ignores these fields elsewhere,
 # so a room for each would have no completion.
-_PROMPTS_OF = {GENERATE_PATH: ("text", "input_ids"), "/v1/completions": ("prompt",)}
-_SEVERAL_CHOICES = ("/v1/chat/completions", "/v1/completions")
-_OF_A_MODEL = ("/v1/models", "/v1/models/{model:.+}", "/model_info", "/get_model_info")
+_PROMPTS = {GENERATE: ("text", "input_ids"), COMPLETIONS: ("prompt",)}
+_WITH_N = (COMPLETIONS, CHAT)
 
 
 class KvflowEngine:
     """Implements `engines.Engine`."""
 
-    completion_paths = (
-        *(GENERATE_PATH, "/v1/chat/completions", "/v1/completions"),
-        *("/v1/messages", "/v1/responses"),
-    )
+    completion_paths = (GENERATE, CHAT, COMPLETIONS, "/v1/messages", "/v1/responses")
     decode_routes = (
         *(("GET", path) for path in _OF_A_MODEL),
         *(("POST", path) for path in (*TOKENIZE_PATHS, COUNT_PATH)),
@@ -69,9 +66,9 @@ class KvflowEngine:
             await ask(session, url, "/server_info", {404: _NOT_KVFLOW}), url, self._events_key
         )
 
-    def read(self, body: bytes, path: str) -> KvflowCompletion:
-        fields = decoded(body, _GenerateFields if path == GENERATE_PATH else _Fields)
-        return KvflowCompletion(fields, path)
+    def read(self, path: str, body: bytes) -> KvflowCompletion:
+        fields = decoded(body, _GenerateFields if path == GENERATE else _Fields)
+        return KvflowCompletion(path, fields)
 
     def families(self) -> Iterator[Metric]:
         yield from ()
@@ -80,9 +77,9 @@ class KvflowEngine:
 class KvflowCompletion:
     """Implements `engines.Completion`."""
 
-    def __init__(self, fields: _Fields, path: str) -> None:
+    def __init__(self, path: str, fields: _Fields) -> None:
         self.fields = fields
-        self._rooms = _room_count(fields, path)
+        self._prompts, self._choices = _counts(path, fields)
 
     def local_tokens(self, missing: int) -> int | None:
         fields = self.fields
@@ -90,7 +87,7 @@ class KvflowCompletion:
         if fields.echo or fields.logprob_start_len not in (None, -1):
             return None
         # Each choice of a prompt is computed by itself.
-        return missing * self._rooms // max(1, len(fields.prompts()))
+        return missing * self._choices
 
     def open_pair(
         self, request: Forwarded, prefill: Worker | None, decode: Worker
@@ -105,7 +102,7 @@ class KvflowCompletion:
     async def _open_together(
         self, request: Forwarded, prefill: Worker, decode: Worker
     ) -> AsyncGenerator[Pair, None]:
-        rooms = [secrets.randbits(63) for _ in range(self._rooms)]
+        rooms = [secrets.randbits(63) for _ in range(self._prompts * self._choices)]
         name_rooms(rooms)
         more = {} if self.fields.compute_prompt is None else {"compute_prompt": None}
         body = with_fields(request.raw, bootstrap_fields(prefill, rooms) | more)
@@ -140,14 +137,17 @@ class _GenerateFields(_Fields):
     sampling_params: _Sampling | list[_Sampling] | None = None
 
 
-def _room_count(fields: _Fields, path: str) -> int:
-    """Return how many rooms a body needs: prompts times choices. Raises: RequestError (400)."""
+def _counts(path: str, fields: _Fields) -> tuple[int, int]:
+    """Return the number of prompts in a body, and of choices for each: every choice needs a room.
+
+    Raises: RequestError (400).
+    """
     prompts = 1
-    for name in _PROMPTS_OF.get(path, ()):
+    for name in _PROMPTS.get(path, ()):
         value = getattr(fields, name)
         if isinstance(value, list) and value and not isinstance(value[0], int):
             prompts = len(value)
-    name, choices = _choices_of(fields, path)
+    name, choices = _choices(path, fields)
     if (
         not isinstance(choices, int)
         or isinstance(choices, bool)
@@ -158,17 +158,17 @@ def _room_count(fields: _Fields, path: str) -> int:
             f"1..{MAX_COMPLETIONS} completions",
             param=name,
         )
-    return prompts * choices
+    return prompts, choices
 
 
-def _choices_of(fields: _Fields, path: str) -> tuple[str, Any]:
+def _choices(path: str, fields: _Fields) -> tuple[str, Any]:
     """Return the name and the value of the field that has the number of choices for a prompt."""
     if isinstance(fields, _GenerateFields):
         sampling = fields.sampling_params
         if isinstance(sampling, list):
             sampling = sampling[0] if sampling else None
         return "sampling_params.n", (sampling.n if sampling else None) or 1
-    return "n", fields.n or 1 if path in _SEVERAL_CHOICES else 1
+    return "n", fields.n or 1 if path in _WITH_N else 1
 
 
 def bootstrap_fields(prefill: Worker, rooms: list[int]) -> dict[str, Any]:

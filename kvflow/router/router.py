@@ -159,7 +159,7 @@ class Router(Drainable):
             self.refuse_when_draining()
             raw = await http.read()
             rest, long_values = await take_apart(raw)
-            completion = self.engine.read(rest, http.path)
+            completion = self.engine.read(http.path, rest)
             reads = bool(self._local.most_tokens) or (
                 self._reads_prompts and self.workers.cache_prompts()
             )

@@ -113,7 +113,7 @@ class VllmEngine:
             computes_prompts=role == "decode",
         )
 
-    def read(self, body: bytes, _path: str) -> VllmCompletion:
+    def read(self, path: str, body: bytes) -> VllmCompletion:
         return VllmCompletion(self, decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:

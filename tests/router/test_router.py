@@ -19,7 +19,7 @@ from kvflow.router.kvflow_engine import KvflowEngine
 from kvflow.router.router import Router
 from kvflow.router.workers import Worker
 from tests.fakes.servers import Front
-from tests.fakes.service import BODY, FakeService, Meeting, Role, body
+from tests.fakes.service import BODY, CHAT, FakeService, Meeting, Role, body
 
 
 async def test_both_legs_get_the_same_room_and_decode_answers(
@@ -76,7 +76,8 @@ async def test_several_rooms_for_several_completions(front: Front, decode: Role)
     ],
 )
 def test_every_choice_of_every_prompt_has_a_room(path: str, body: bytes, rooms: int) -> None:
-    assert KvflowEngine().read(body, path)._rooms == rooms
+    completion = KvflowEngine().read(path, body)
+    assert completion._prompts * completion._choices == rooms
 
 
 @pytest.mark.parametrize(
@@ -92,8 +93,20 @@ def test_a_number_of_choices_that_cannot_be_names_its_field(
     path: str, body: bytes, param: str
 ) -> None:
     with pytest.raises(RequestError, match=f"{param}: .* is outside 1..256 completions") as caught:
-        KvflowEngine().read(body, path)
+        KvflowEngine().read(path, body)
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_a_field_that_a_route_lacks_needs_no_rooms(
+    path: str, front: Front, decode: Role
+) -> None:
+    """Workers ignore it, as every field that FIELDS.md does not list."""
+    chat = {"messages": CHAT} if path == "/v1/messages" else {"input": CHAT}
+    limit = {"max_tokens": 3} if path == "/v1/messages" else {"max_output_tokens": 3}
+    for more in ({"n": 2}, {"n": "two"}, {"input_ids": ["w1", "w2"], "sampling_params": {"n": 2}}):
+        await front.post(path, {**chat, **limit, **more})
+    assert len({request.room for request in decode.service.requests}) == 3
 
 
 @pytest.mark.parametrize("longest", [False, True], ids=["many short values", "one long value"])
