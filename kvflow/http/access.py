@@ -9,9 +9,11 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
+from kvflow.http.paths import MESSAGES_PATHS
 from kvflow.telemetry.requests import CURRENT, NO_REQUEST, RequestTrace, clean_request_id
 
 REQUEST_ID_HEADER = "X-Request-ID"
+_ANTHROPIC_ID_HEADER = "request-id"
 # Other programs repeat these requests every second or two, so they are logged at debug level unless
 # they fail.
 _PROBED = {"/livez", "/health", "/health_generate", "/metrics", "/engine_metrics"}
@@ -37,10 +39,12 @@ def traced(request: web.Request) -> Iterator[RequestTrace]:
         CURRENT.reset(token)
 
 
-async def echo_request_id(_: web.Request, response: web.StreamResponse) -> None:
+async def echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """Add the request id to the headers of a response, before they are sent."""
     if (trace := CURRENT.get()) is not NO_REQUEST:
         response.headers[REQUEST_ID_HEADER] = trace.request_id
+        if request.path in MESSAGES_PATHS:
+            response.headers[_ANTHROPIC_ID_HEADER] = trace.request_id
 
 
 def shown_path(request: web.Request) -> str:

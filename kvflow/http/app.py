@@ -14,7 +14,6 @@ from aiohttp.typedefs import Handler, Middleware
 from kvflow.aio import Turnstile
 from kvflow.http.access import (
     CLIENT_GONE_STATUS,
-    REQUEST_ID_HEADER,
     echo_request_id,
     log_access,
     shown_path,
@@ -90,7 +89,7 @@ def _answered(metrics: HttpMetrics, tracing: Tracing | None) -> Middleware:
                 status = response.status
                 if not response.prepared:
                     # A prepared response already has the id, which `echo_request_id` added.
-                    response.headers[REQUEST_ID_HEADER] = trace.request_id
+                    await echo_request_id(request, response)
             except (asyncio.CancelledError, ConnectionError):
                 metrics.client_gone()
                 trace.error = trace.error or "the client disconnected"
@@ -132,7 +131,7 @@ async def _response(
         _log.exception("request %s failed", shown_path(request))
         failure = failure_of(error)
     trace.error = failure.summary
-    response = failure.response()
+    response = failure.response(request.path)
     response.headers.update(headers)
     return response
 

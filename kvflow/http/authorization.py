@@ -96,7 +96,7 @@ def authorized(keys: Keys) -> Middleware:
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
         refusal = _refusal(request, keys)
-        return await handler(request) if refusal is None else refusal.response()
+        return await handler(request) if refusal is None else refusal.response(request.path)
 
     return checked
 

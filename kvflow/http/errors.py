@@ -1,6 +1,10 @@
-"""Errors as HTTP responses: one form of body, and one status for each code.
+"""Errors as HTTP responses: one error object, and one status for each code.
 
     {"error": {"type": ..., "code": ..., "param": ..., "message": ...}}
+
+On the routes of Anthropic's API, `type` is one of its types, and its form surrounds the same error:
+
+    {"type": "error", "error": {...}, "request_id": ...}
 
 The statuses suit routers such as sglang_router. Routers retry 408, 429, 500, 502, 503 and 504 with
 a new room, but never 400 or 404, and only 5xx count against a worker's circuit breaker. An error
@@ -14,7 +18,9 @@ from typing import Any, Self
 import msgspec
 from aiohttp import web
 
+from kvflow.http.paths import MESSAGES_PATHS
 from kvflow.protocols.errors import MAX_CAUSE_TEXT, CapacityError, Code, KvflowError, MisuseError
+from kvflow.telemetry.requests import CURRENT
 
 RETRY_AFTER_S = 1
 MAX_SUMMARY = 300  # longest `Failure.summary`, in characters
@@ -55,6 +61,18 @@ _TYPE_OF_STATUS = {
     502: "bad_gateway",
     503: "service_unavailable",
     504: "gateway_timeout",
+}
+
+# Types of Anthropic's API for its own statuses. It uses the first for every other 4xx.
+_INVALID, _INTERNAL = "invalid_request_error", "api_error"
+_ANTHROPIC_TYPE_OF_STATUS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
 }
 
 
@@ -149,6 +167,16 @@ class Failure(msgspec.Struct, frozen=True):
             "error": {"type": kind, "code": self.code, "param": self.param, "message": self.message}
         }
 
+    def body_at(self, path: str) -> dict[str, Any]:
+        """The body in the form that clients of the route with this path read."""
+        if path not in MESSAGES_PATHS:
+            return self.body
+        otherwise = _INVALID if self.status < 500 else _INTERNAL
+        kind = _ANTHROPIC_TYPE_OF_STATUS.get(self.status, otherwise)
+        # A router reads the code in the answer of a worker, as on every route.
+        error = {**self.body["error"], "type": kind}
+        return {"type": "error", "error": error, "request_id": CURRENT.get().request_id}
+
     @property
     def summary(self) -> str:
         """Code and message, for a log line."""
@@ -157,9 +185,10 @@ class Failure(msgspec.Struct, frozen=True):
         )
         return text[:MAX_SUMMARY]
 
-    def response(self) -> web.Response:
+    def response(self, path: str = "") -> web.Response:
+        """Return the response to a request at `path`."""
         headers = {"Retry-After": str(RETRY_AFTER_S)} if self.status in (429, 503) else {}
-        body = msgspec.json.encode(self.body)
+        body = msgspec.json.encode(self.body_at(path))
         return web.Response(
             body=body, status=self.status, content_type="application/json", headers=headers
         )

@@ -13,6 +13,7 @@ from aiohttp import web
 from kvflow.aio import run_to_end
 from kvflow.http.errors import Failure
 from kvflow.http.growing import encode, write
+from kvflow.http.paths import MESSAGES_PATH
 
 T = TypeVar("T")
 
@@ -41,7 +42,7 @@ class Dialect(NamedTuple):
 
 
 def _of_messages(failure: Failure) -> Any:
-    return NamedEvent("error", {"type": "error", **failure.body})
+    return NamedEvent("error", failure.body_at(MESSAGES_PATH))
 
 
 def _of_responses(failure: Failure) -> Any:
@@ -51,7 +52,7 @@ def _of_responses(failure: Failure) -> Any:
 
 _OPENAI = Dialect(DONE, lambda failure: failure.body)
 _DIALECTS = {
-    "/v1/messages": Dialect(b"", _of_messages),
+    MESSAGES_PATH: Dialect(b"", _of_messages),
     "/v1/responses": Dialect(b"", _of_responses),
 }
 

@@ -113,7 +113,7 @@ class ClientAnswer:
         name_error(failure.summary)
         self._measures.failed(failure)
         if self._stream is None:
-            return answer or failure.response()
+            return answer or failure.response(self._http.path)
         event = encode_event(dialect_of(self._http.path).failed(failure))
         await self._stream.write(b"".join(event))
         await self._stream.write_eof()

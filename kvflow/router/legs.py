@@ -43,7 +43,7 @@ class PairFailedError(LostError):
 
     def __init__(self, failure: Failure, answer: web.Response | None = None) -> None:
         super().__init__(failure.message)
-        self.failure, self.answer = failure, answer or failure.response()
+        self.failure, self.answer = failure, answer
         self.passes = failure.code in _PASSING
         """True if the same pair may serve the request later."""
 
@@ -72,6 +72,7 @@ class Leg:
         headers: Mapping[str, str],
     ) -> None:
         self.worker = worker
+        self._path = path
         self._call = (session, f"{worker.url}{path}", body, headers)
         self._answer: aiohttp.ClientResponse | None = None
         self._span: Span | None = None
@@ -128,7 +129,7 @@ class Leg:
             if b"\n\n" not in start:
                 start = split_silence(start + piece)[1]
                 failure = error_in(start)
-        return web.Response() if failure is None else failure.response()
+        return web.Response() if failure is None else failure.response(self._path)
 
     def close(self) -> None:
         """Close the connection, unless the answer is complete."""

@@ -353,7 +353,7 @@ class Router(Drainable):
         except (aiohttp.ClientError, OSError, TimeoutError):
             return Failure(
                 502, str(Code.PEER_LOST), f"the {worker.role} worker did not answer"
-            ).response()
+            ).response(http.path)
 
 
 def _nothing() -> None:

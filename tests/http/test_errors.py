@@ -38,6 +38,37 @@ def test_a_status_has_its_type_and_says_when_to_come_back(status: int) -> None:
     assert answer.headers.get("Retry-After") == ("1" if status in (429, 503) else None)
 
 
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    499: "invalid_request_error",
+    500: "api_error",
+    502: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("status", ANTHROPIC_TYPES)
+def test_clients_of_anthropic_read_the_same_error_in_their_form(status: int, path: str) -> None:
+    failure = Failure(status, "some_code", "why", "field")
+    answer = failure.response(path)
+    assert answer.status == status
+    assert isinstance(answer.body, bytes)
+    found: Any = msgspec.json.decode(answer.body)
+    kind = ANTHROPIC_TYPES[status]
+    error = {"type": kind, "code": "some_code", "param": "field", "message": "why"}
+    assert found == {"type": "error", "error": error, "request_id": ""}
+    assert Failure.read(status, answer.body) == failure, "a router reads what a worker wrote"
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from kvflow.http.app import MAX_BODY_BYTES
 from kvflow.http.authorization import Keys
+from kvflow.http.large_bodies import MAX_ADDED_BYTES
 from kvflow.protocols.errors import Cause, Code
 from kvflow.serve.http.tools.answers import formats_of
 from tests.fakes.servers import Client, Front
@@ -257,6 +260,80 @@ async def test_what_is_wrong_is_named(written: Written, more: dict[str, Any], pa
     assert written.prefill.service.refused or written.decode.service.refused
 
 
+class Refused(NamedTuple):
+    """One error as a client of Anthropic's API reads it."""
+
+    status: int
+    kind: str
+    message: str
+
+
+async def refused(client: Client, document: Any, path: str = "/v1/messages") -> Refused:
+    # aiohttp warns of a large body that is not a file.
+    data, named = io.BytesIO(json.dumps(document).encode()), {"X-Request-ID": "req-7"}
+    answer = await client.call("POST", path, data=data, headers=named)
+    found = answer.json
+    assert (found["type"], found["request_id"]) == ("error", "req-7")
+    assert answer.headers["request-id"] == "req-7"
+    return Refused(answer.status, found["error"]["type"], found["error"]["message"])
+
+
+async def test_errors_have_the_form_of_this_api_at_every_role(written: Written) -> None:
+    workers = written.prefill, written.decode
+    for client in (written.front, *workers):
+        found = await refused(client, {**ASKED, "model": "other"})
+        assert found[:2] == (404, "not_found_error") and "'other' is not served" in found.message
+        found = await refused(client, {**ASKED, "max_tokens": 0})
+        assert found[:2] == (400, "invalid_request_error") and "max_tokens" in found.message
+    for client in (written.front, written.decode):
+        found = await refused(client, {"messages": []}, "/v1/messages/count_tokens")
+        assert found[:2] == (400, "invalid_request_error") and "messages" in found.message
+    huge = {**ASKED, "metadata": {"user_id": "a" * (MAX_BODY_BYTES + MAX_ADDED_BYTES)}}
+    for client in (written.front, written.decode):
+        assert (await refused(client, huge))[:2] == (413, "request_too_large")
+    written.front.router.stop()
+    assert (await refused(written.front, ASKED))[:2] == (503, "overloaded_error")
+
+
+async def test_errors_of_a_router_alone_have_that_form_too(written: Written) -> None:
+    await written.decode.stop()
+    found = await refused(written.front, ASKED)
+    assert found[:2] == (502, "api_error") and "cannot be reached" in found.message
+    found = await refused(written.front, ASKED)
+    assert found[:2] == (503, "overloaded_error")
+
+
+async def test_a_leg_that_fails_alone_answers_in_that_form(written: Written) -> None:
+    written.prefill.service.failure = Cause(Code.ENGINE_ERROR, "no step")
+    written.decode.service.gate.clear()
+    for stream in (False, True):
+        found = await refused(written.front, {**ASKED, "stream": stream})
+        assert found[:2] == (500, "api_error") and "no step" in found.message
+
+
+async def test_the_official_client_raises_its_own_exceptions(written: Written) -> None:
+    anthropic = pytest.importorskip("anthropic")
+    url = written.front.url
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+        with pytest.raises(anthropic.BadRequestError, match="web_search") as refusal:
+            await client.messages.create(
+                **{**ASKED, "tools": [{"type": "web_search", "name": "a"}]}
+            )
+        assert refusal.value.type == "invalid_request_error" and refusal.value.request_id
+        with pytest.raises(anthropic.NotFoundError, match="'other' is not served"):
+            await client.messages.count_tokens(model="other", messages=ASKED["messages"])
+        written.writes("It rains.")
+        written.decode.service.fail_after = 3
+        with pytest.raises(anthropic.APIStatusError, match="step failed") as failed:
+            async with client.messages.stream(**ASKED) as stream:
+                await stream.get_final_message()
+        assert failed.value.type == "api_error"
+        written.decode.service.fail_after = None
+        written.front.router.stop()
+        with pytest.raises(anthropic.InternalServerError, match="shutting down"):
+            await client.messages.create(**ASKED)
+
+
 async def test_a_stream_that_fails_ends_with_the_event_that_its_clients_read(
     written: Written,
 ) -> None:
@@ -265,6 +342,7 @@ async def test_a_stream_that_fails_ends_with_the_event_that_its_clients_read(
     events = await named_events(written.front, ASKED)
     name, error = events[-1]
     assert (name, error["error"]["code"]) == ("error", "engine_error")
+    assert error["error"]["type"] == "api_error" and error["request_id"]
     assert "step failed" in error["error"]["message"]
 
 
@@ -291,7 +369,8 @@ async def test_the_key_may_be_in_the_header_of_these_clients() -> None:
         Client(decode.port) as client,
     ):
         await client.post(path, body, headers={"x-api-key": "secret"})
-        await client.refused(401, path, body, headers={"x-api-key": "other"})
+        error = await client.refused(401, path, body, headers={"x-api-key": "other"})
+        assert error["type"] == "authentication_error"
         # A key in the usual header counts alone.
         both = {"x-api-key": "secret", "Authorization": "Bearer other"}
         await client.refused(401, path, body, headers=both)
