@@ -13,7 +13,7 @@ from aiohttp import web
 from kvflow.aio import run_to_end
 from kvflow.http.errors import Failure
 from kvflow.http.growing import encode, write
-from kvflow.http.paths import MESSAGES_PATH
+from kvflow.http.paths import MESSAGES_PATH, RESPONSES_PATH
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ def _of_responses(failure: Failure) -> Any:
 _OPENAI = Dialect(DONE, lambda failure: failure.body)
 _DIALECTS = {
     MESSAGES_PATH: Dialect(b"", _of_messages),
-    "/v1/responses": Dialect(b"", _of_responses),
+    RESPONSES_PATH: Dialect(b"", _of_responses),
 }
 
 

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from kvflow.http.bodies import MAX_COMPLETIONS, decoded, whole_number
 from kvflow.http.draining import ROLE_HEADER
 from kvflow.http.errors import RequestError
-from kvflow.http.paths import COUNT_PATH, TOKENIZE_PATHS
+from kvflow.http.paths import COUNT_PATH, MESSAGES_PATH, RESPONSES_PATH, TOKENIZE_PATHS
 from kvflow.router.engines import Forwarded
 from kvflow.router.feed import source_of
 from kvflow.router.identity import Identity, ask
@@ -47,7 +47,7 @@ _WITH_N = (COMPLETIONS, CHAT)
 class KvflowEngine:
     """Implements `engines.Engine`."""
 
-    completion_paths = (GENERATE, CHAT, COMPLETIONS, "/v1/messages", "/v1/responses")
+    completion_paths = (GENERATE, CHAT, COMPLETIONS, MESSAGES_PATH, RESPONSES_PATH)
     decode_routes = (
         *(("GET", path) for path in _OF_A_MODEL),
         *(("POST", path) for path in (*TOKENIZE_PATHS, COUNT_PATH)),

@@ -33,6 +33,8 @@ from kvflow.router.workers import Worker
 from kvflow.telemetry.requests import CURRENT
 from kvflow.telemetry.spans import Span
 
+# Names of the events that open a stream of /v1/messages or /v1/responses.
+_OPENING = frozenset({b"message_start", b"response.created", b"response.in_progress"})
 _COPIED = ("Content-Type", "Cache-Control", "Retry-After", "X-Accel-Buffering")
 # Temporary errors: the pair may serve the request once the drained or lost worker is back.
 _PASSING = frozenset({Code.SHUTDOWN, Code.PEER_LOST, Code.RENDEZVOUS, Code.STALE_GRANT})
@@ -200,7 +202,9 @@ def split_opening(events: bytes) -> tuple[bytes, bytes]:
 
 
 def _is_opening(event: bytes) -> bool:
-    """Return True for an event with only the role, which vLLM sends before it checks a request."""
+    """Return True for an event without a token, which vLLM sends before it checks a request."""
+    if event.startswith(b"event:"):
+        return event.partition(b"\n")[0].removeprefix(b"event:").strip() in _OPENING
     try:
         choices = msgspec.json.decode(event.removeprefix(b"data:"), type=_Chunk).choices
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -225,12 +229,14 @@ class _Chunk(msgspec.Struct):
 def error_in(event: bytes) -> Failure | None:
     """Return the error in a stream's first event, or None."""
     first, whole, _ = event.partition(b"\n\n")
+    name = b""
     if first.startswith(b"event:"):
-        first = first.partition(b"\n")[2]
+        name, _, first = first.partition(b"\n")
     if not whole or not first.startswith(b"data:"):
         return None
     failure = Failure.read(0, first.removeprefix(b"data:"))
-    return failure if failure.code else None
+    # Errors in vLLM's streams of /v1/messages have no code.
+    return failure if failure.code or name.removeprefix(b"event:").strip() == b"error" else None
 
 
 def copied(answer: aiohttp.ClientResponse, body: bytes) -> web.Response:

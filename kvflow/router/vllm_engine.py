@@ -31,6 +31,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from kvflow.http.bodies import decoded
 from kvflow.http.errors import Failure, RequestError
 from kvflow.http.families import labelled
+from kvflow.http.paths import COUNT_PATH, MESSAGES_PATH, RESPONSES_PATH
 from kvflow.protocols.errors import Code
 from kvflow.router.engines import Forwarded
 from kvflow.router.identity import Identity, NotServingError, ask
@@ -44,13 +45,26 @@ from kvflow.telemetry.requests import name_rooms
 
 _log = logging.getLogger("kvflow.router")
 LegOrder = Literal["sequential", "together"]
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 # The largest integer that stays exact when a proxy reads the JSON number as a double.
 MAX_ROOM = (1 << 53) - 1
 _NOT_VLLM = (
     "it is not a vLLM server; a router in front of kvflow's own workers is started without "
     "--engine vllm"
 )
+# The fields that make a request on each route one for one token, which ends at once.
+_ONE_TOKEN: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"stream_options": None, "max_tokens": 1, "min_tokens": 0},
+    CHAT: {
+        "stream_options": None,
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "min_tokens": 0,
+    },
+    MESSAGES_PATH: {"max_tokens": 1},
+    # Only decode's answer is one that a client may ask for again.
+    RESPONSES_PATH: {"max_output_tokens": 1, "store": False},
+}
 _REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -64,12 +78,13 @@ _REMOTE_DECODE = {
 class VllmEngine:
     """Implements `engines.Engine`."""
 
-    completion_paths = (CHAT, "/v1/completions")
+    completion_paths = (CHAT, COMPLETIONS, MESSAGES_PATH, RESPONSES_PATH)
     decode_routes = (
         ("GET", "/v1/models"),
         ("GET", "/version"),
         ("POST", "/tokenize"),
         ("POST", "/detokenize"),
+        ("POST", COUNT_PATH),
     )
     has_operations = False
     # vLLM answers with one of these when a transfer failed or took too long.
@@ -114,7 +129,7 @@ class VllmEngine:
         )
 
     def read(self, path: str, body: bytes) -> VllmCompletion:
-        return VllmCompletion(self, decoded(body, _Fields))
+        return VllmCompletion(self, path, decoded(body, _Fields))
 
     def families(self) -> Iterator[Metric]:
         text = (
@@ -155,15 +170,17 @@ class VllmEngine:
 class VllmCompletion:
     """Implements `engines.Completion`."""
 
-    def __init__(self, engine: VllmEngine, fields: _Fields) -> None:
+    def __init__(self, engine: VllmEngine, path: str, fields: _Fields) -> None:
         if isinstance(fields.vllm_xargs, dict) and "kv_transfer_params" in fields.vllm_xargs:
             # vLLM treats this entry like the field of that name, and crashes if it is a string.
             raise RequestError(
                 "vllm_xargs: kv_transfer_params is not for clients", param="vllm_xargs"
             )
+        if path == RESPONSES_PATH:
+            _check_nothing_is_stored(fields)
         self.fields = fields
         self._engine = engine
-        self._alone = _alone(fields)
+        self._alone = _alone(path, fields)
 
     def local_tokens(self, missing: int) -> int | None:
         return None if self._alone else missing
@@ -209,15 +226,8 @@ async def _open_together(
 
 def _prefill_leg(request: Forwarded, worker: Worker, params: dict[str, Any]) -> Leg:
     """Return prefill's leg: the client's request, limited to one token of output."""
-    fields: dict[str, Any] = {
-        "stream": False,
-        "stream_options": None,
-        "max_tokens": 1,
-        "min_tokens": 0,
-    }
-    if request.path == CHAT:
-        fields["max_completion_tokens"] = 1
-    body = with_fields(request.raw, {**fields, "kv_transfer_params": params})
+    fields = {"stream": False, **_ONE_TOKEN[request.path], "kv_transfer_params": params}
+    body = with_fields(request.raw, fields)
     return Leg(request.session, worker, request.path, body, request.headers)
 
 
@@ -242,10 +252,28 @@ class _Fields(PromptFields):
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     vllm_xargs: Any = None
+    background: Any = None
+    previous_response_id: Any = None
 
 
-def _alone(fields: _Fields) -> str:
+def _check_nothing_is_stored(fields: _Fields) -> None:
+    """Raise RequestError (400) if a body of /v1/responses needs a response that vLLM stores."""
+    for name in ("background", "previous_response_id"):
+        if getattr(fields, name):
+            # The prefill lacks that response, and the router does not know which decode has it.
+            text = f"{name}: this router finds no stored responses; send all items as input"
+            raise RequestError(text, param=name)
+
+
+def _alone(path: str, fields: _Fields) -> str:
     """Return why decode has to compute the prompt itself, or "" if prefill can."""
+    if path == RESPONSES_PATH:
+        tools = fields.tools if isinstance(fields.tools, list) else []
+        # vLLM calls these tools itself, and each result begins another prompt with the same params.
+        ours = any(isinstance(tool, dict) and tool.get("type") != "function" for tool in tools)
+        return "server_tools" if ours else ""
+    if path == MESSAGES_PATH:
+        return ""
     prompts = fields.prompt
     if isinstance(prompts, list) and len(prompts) > 1 and not isinstance(prompts[0], int):
         # vLLM answers with the params of the first prompt only.

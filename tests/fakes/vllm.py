@@ -1,10 +1,11 @@
 """A vLLM server as a router sees it: the wire of `vllm serve` 0.32.0, and no model behind it.
 
 What it checks and answers was compared with vLLM 0.32.0:
-entrypoints/openai/{completion,chat_completion}/protocol.py and serving.py (fields, order of a
-stream's events, errors inside of one), entrypoints/serve/engine/protocol.py (errors, with a number
-as their code; the list of models), entrypoints/serve/middleware/authenticate.py (what an API key
-guards), and nixl/pull_scheduler.py (the `kv_transfer_params` that a prefill answers with).
+entrypoints/openai/{completion,chat_completion,responses}/protocol.py and serving.py and
+entrypoints/anthropic/{protocol,serving}.py (fields, order of a stream's events, errors inside of
+one), entrypoints/serve/engine/protocol.py (errors, with a number as their code; the list of
+models), entrypoints/serve/middleware/authenticate.py (what an API key guards), and
+nixl/pull_scheduler.py (the `kv_transfer_params` that a prefill answers with).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tests.fakes.servers import Front, Server, answers
 Connector = Literal["nixl", "kvflow", ""]
 JSON = "application/json"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES, COUNT, RESPONSES = "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
 REQUESTS: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"model": "m", "prompt": "What is a page?", "max_tokens": 3},
     CHAT: {
@@ -32,6 +34,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
         "messages": [{"role": "user", "content": "What is a page?"}],
         "max_completion_tokens": 3,
     },
+    MESSAGES: {
+        "model": "m",
+        "messages": [{"role": "user", "content": "What is a page?"}],
+        "max_tokens": 3,
+    },
+    RESPONSES: {"model": "m", "input": "What is a page?", "max_output_tokens": 3},
 }
 ROOM_OF_PREFILL = 4711  # which it draws where the router has not
 
@@ -72,7 +80,8 @@ class FakeVllm(Server):
                 web.get("/health", self._health),
                 web.get("/version", answers('{"version": "0.32.0"}', content_type=JSON)),
                 web.get("/v1/models", self._models),
-                *(web.post(path, self._serve) for path in (COMPLETIONS, CHAT)),
+                *(web.post(path, self._serve) for path in REQUESTS),
+                web.post(COUNT, answers('{"input_tokens": 4}', content_type=JSON)),
             ]
         )
         super().__init__(app)
@@ -127,8 +136,11 @@ class FakeVllm(Server):
             await out.prepare(http)  # at once: its generator has not run yet
             await self._computed(body)
             for event in self._events(http.path, body, failed=failure == 200):
+                if http.path in (MESSAGES, RESPONSES):
+                    await out.write(b"event: %b\n" % event["type"].encode())
                 await out.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-            await out.write(b"data: [DONE]\n\n")
+            if http.path not in (MESSAGES, RESPONSES):
+                await out.write(b"data: [DONE]\n\n")
             return out
 
     def _refused(self, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -164,11 +176,21 @@ class FakeVllm(Server):
         met.set()
 
     def _tokens(self, body: dict[str, Any]) -> list[str]:
-        most = body.get("max_completion_tokens") or body.get("max_tokens") or 16
+        names = "max_completion_tokens", "max_output_tokens", "max_tokens"
+        most = next((body[name] for name in names if body.get(name)), 16)
         return [f"{i + 1} " for i in range(most)]
 
     def _answer(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         text, count = "".join(self._tokens(body)), len(self._tokens(body))
+        params = self._given(body)
+        if path == MESSAGES:
+            content = [{"type": "text", "text": text}]
+            message = {"id": "msg-1", "type": "message", "role": "assistant", "content": content}
+            return {**message, **({} if params is None else {"kv_transfer_params": params})}
+        if path == RESPONSES:
+            part = {"type": "output_text", "text": text, "annotations": []}
+            item = {"id": "msg-1", "type": "message", "role": "assistant", "content": [part]}
+            return {"id": "resp-1", "output": [item], "kv_transfer_params": params}
         choice: dict[str, Any] = {"index": 0, "finish_reason": "length", "stop_reason": None}
         choice["logprobs"] = None
         if path == CHAT:
@@ -178,7 +200,6 @@ class FakeVllm(Server):
         usage = _usage(count)
         kind = "chat.completion" if path == CHAT else "text_completion"
         head = {"id": "cmpl-1", "object": kind, "created": 1, "model": self.model}
-        params = self._given(body)
         return {**head, "choices": [choice], "usage": usage, "kv_transfer_params": params}
 
     def _given(self, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -209,6 +230,9 @@ class FakeVllm(Server):
         }
 
     def _events(self, path: str, body: dict[str, Any], *, failed: bool) -> Iterator[dict[str, Any]]:
+        if path in (MESSAGES, RESPONSES):
+            yield from self._named_events(path, body, failed=failed)
+            return
         head = {
             "id": "cmpl-1",
             "object": "chat.completion.chunk" if path == CHAT else "text_completion",
@@ -228,6 +252,26 @@ class FakeVllm(Server):
             yield {**head, "choices": [{"index": 0, **what, "finish_reason": reason}]}
         if (body.get("stream_options") or {}).get("include_usage"):
             yield {**head, "choices": [], "usage": _usage(len(tokens))}
+
+    def _named_events(
+        self, path: str, body: dict[str, Any], *, failed: bool
+    ) -> Iterator[dict[str, Any]]:
+        """Each with its name as `type`. The first ones precede the look at the first result."""
+        if path == MESSAGES:
+            yield {"type": "message_start", "message": {"id": "msg-1", "content": []}}
+        else:
+            for name in ("response.created", "response.in_progress"):
+                yield {"type": name, "response": {"id": "resp-1", "output": []}}
+        if failed:
+            yield {"type": "error", "error": {"type": "internal_error", "message": "so it is"}}
+            return
+        for token in self._tokens(body):
+            if path == MESSAGES:
+                delta = {"type": "text_delta", "text": token}
+                yield {"type": "content_block_delta", "index": 0, "delta": delta}
+            else:
+                yield {"type": "response.output_text.delta", "delta": token}
+        yield {"type": "message_stop" if path == MESSAGES else "response.completed"}
 
 
 def _usage(completion: int) -> dict[str, int]:

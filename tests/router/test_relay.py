@@ -102,6 +102,7 @@ OPENING = (
     b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, '
     b'"finish_reason": null}]}\n\n'
 )
+NAMED = b'event: message_start\ndata: {"type": "message_start"}\n\n'
 
 
 async def test_a_comment_between_what_opens_a_chat_and_its_error_hides_no_error() -> None:
@@ -128,11 +129,14 @@ async def test_a_comment_between_what_opens_a_chat_and_its_error_hides_no_error(
         b'data: {"choices": [{"delta": {"content": ""}, "finish_reason": "length"}]}\n\n',
         b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n',
         OPENING[:-1],
+        b"event: content_block_start\ndata: {}\n\n",
+        b"event: error\ndata: {}\n\n",
     ],
 )
 @pytest.mark.parametrize("count", [0, 1, 3])
-def test_what_says_who_speaks_is_no_token(count: int, rest: bytes) -> None:
-    assert split_opening(OPENING * count + rest) == (OPENING * count, rest)
+@pytest.mark.parametrize("opening", [OPENING, NAMED], ids=["chat", "named"])
+def test_what_says_who_speaks_is_no_token(opening: bytes, count: int, rest: bytes) -> None:
+    assert split_opening(opening * count + rest) == (opening * count, rest)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +146,13 @@ def test_what_says_who_speaks_is_no_token(count: int, rest: bytes) -> None:
 def test_an_error_event_has_the_status_of_its_code(code: bytes, status: int) -> None:
     failure = error_in(b'data: {"error": {"message": "no", "code": %b}}\n\n' % code)
     assert (failure.status if failure else 0) == status
+
+
+def test_an_error_by_name_needs_no_code() -> None:
+    data = b'data: {"type": "error", "error": {"type": "internal_error", "message": "no"}}\n\n'
+    failure = error_in(b"event: error\n" + data)
+    assert failure is not None and (failure.status, failure.message) == (500, "no")
+    assert error_in(b"event: ping\n" + data) is None
 
 
 @asynccontextmanager

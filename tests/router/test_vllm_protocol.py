@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.vllm import CHAT, FakeVllm, fleet
+from tests.fakes.vllm import CHAT, MESSAGES, RESPONSES, FakeVllm, fleet
 
 pytestmark = [
     pytest.mark.slow,
@@ -45,3 +45,28 @@ async def test_vllm_takes_both_requests_for_what_they_are(path: str) -> None:
     if path == CHAT:
         assert (first.max_completion_tokens, second.max_completion_tokens) == (1, 40)
     assert second.kv_transfer_params == p._given(p.bodies[0])
+
+
+async def test_vllm_takes_messages_and_responses_for_what_they_are() -> None:
+    anthropic = pytest.importorskip("vllm.entrypoints.anthropic.protocol")
+    responses = pytest.importorskip("vllm.entrypoints.openai.responses.protocol")
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1040}
+    bodies: dict[str, dict[str, Any]] = {
+        MESSAGES: {"messages": [{"role": "user", "content": "a"}], **thinking},
+        RESPONSES: {"input": "a", "max_output_tokens": 1040},
+    }
+    kinds = {
+        MESSAGES: anthropic.AnthropicMessagesRequest,
+        RESPONSES: responses.ResponsesRequest,
+    }
+    limits = {MESSAGES: "max_tokens", RESPONSES: "max_output_tokens"}
+    for path, body in bodies.items():
+        p, d = FakeVllm(), FakeVllm()
+        async with fleet([p], [d]) as front:
+            answer = await front.call("POST", path, {"model": "m", "stream": True, **body})
+            assert answer.status == 200
+        first, second = (kinds[path].model_validate(json.loads(fake.raw[0])) for fake in (p, d))
+        assert (first.stream, second.stream) == (False, True)
+        assert (getattr(first, limits[path]), getattr(second, limits[path])) == (1, 1040)
+        assert first.kv_transfer_params["do_remote_decode"]
+        assert second.kv_transfer_params == p._given(p.bodies[0])

@@ -14,7 +14,17 @@ from kvflow.http.authorization import Keys
 from kvflow.router.vllm_engine import VllmEngine
 from tests.fakes.servers import Front, answers, labelled, serving
 from tests.fakes.service import Role
-from tests.fakes.vllm import CHAT, COMPLETIONS, REQUESTS, FakeVllm, ask, fleet
+from tests.fakes.vllm import (
+    CHAT,
+    COMPLETIONS,
+    COUNT,
+    MESSAGES,
+    REQUESTS,
+    RESPONSES,
+    FakeVllm,
+    ask,
+    fleet,
+)
 
 ASKED_OF_PREFILL = {
     "do_remote_decode": True,
@@ -72,6 +82,63 @@ async def test_a_chat(p: FakeVllm, d: FakeVllm, front: Front, stream: bool) -> N
     assert d.params[0]["remote_request_id"] == "cmpl-1-0-1a2b3c4d"
     if stream:
         assert answer[0]["choices"][0]["delta"]["role"] == "assistant"
+
+
+LIMITS: dict[str, dict[str, Any]] = {
+    MESSAGES: {"max_tokens": 1},
+    RESPONSES: {"max_output_tokens": 1, "store": False},
+}
+
+
+@pytest.mark.parametrize("path", LIMITS)
+async def test_other_chats_go_to_a_pair_too(
+    p: FakeVllm, d: FakeVllm, front: Front, path: str
+) -> None:
+    asked = {**REQUESTS[path], "temperature": 0, "n": 2}
+    answer = await front.post(path, asked)
+    content = answer["content"] if path == MESSAGES else answer["output"][0]["content"]
+    assert content[0]["text"] == "1 2 3 "
+    sent = {**asked, "stream": False, **LIMITS[path], "kv_transfer_params": ASKED_OF_PREFILL}
+    assert p.bodies == [sent]
+    assert d.bodies == [{**asked, "kv_transfer_params": p._given(p.bodies[0])}]
+    assert await decoded_alone(front) == {}
+
+
+@pytest.mark.parametrize("path", LIMITS)
+async def test_an_error_after_what_opens_a_stream_is_tried_elsewhere(
+    p: FakeVllm, d: FakeVllm, path: str
+) -> None:
+    broken = FakeVllm()
+    broken.failures.append(200)
+    async with fleet([p], [broken, d]) as front:
+        for _ in range(2):
+            answer = await front.call("POST", path, {**REQUESTS[path], "stream": True})
+            names = [line for line in answer.text.splitlines() if line.startswith("event: ")]
+            assert len(set(names)) == len(names) - 2, "what opens it came once, the tokens thrice"
+            assert "event: error" not in names
+    assert not broken.failures and len(broken.bodies) + len(d.bodies) == 3
+
+
+async def test_the_tokens_of_messages_are_counted_by_any_decode(p: FakeVllm, front: Front) -> None:
+    assert await front.post(COUNT, REQUESTS[MESSAGES]) == {"input_tokens": 4}
+    assert p.bodies == []
+
+
+@pytest.mark.parametrize("more", [{"background": True}, {"previous_response_id": "resp-1"}])
+async def test_stored_responses_are_refused_by_name(
+    d: FakeVllm, front: Front, more: dict[str, Any]
+) -> None:
+    error = await front.refused(400, RESPONSES, {**REQUESTS[RESPONSES], **more})
+    assert error["param"] == next(iter(more)) and "all items as input" in error["message"]
+    assert d.bodies == []
+
+
+async def test_tools_of_the_server_stay_at_decode(p: FakeVllm, d: FakeVllm, front: Front) -> None:
+    function = {"type": "function", "name": "f", "parameters": {}}
+    for tools in ([function], [function, {"type": "web_search_preview"}]):
+        await front.post(RESPONSES, {**REQUESTS[RESPONSES], "tools": tools})
+    assert (len(p.bodies), len(d.bodies)) == (1, 2)
+    assert await decoded_alone(front) == {("server_tools",): 1}
 
 
 async def test_the_official_client(client: openai.AsyncOpenAI) -> None:
