@@ -14,6 +14,9 @@ from kvflow.http.errors import RequestError
 from kvflow.serve.http.tools.readers import Tools
 
 MAX_NAME = 128  # characters
+# The event loop checks tools and writes their schemas, in some 10 ms at these limits.
+MAX_TOOLS = 1024
+MAX_TOOLS_BYTES = 1 << 20  # of JSON, all tools of a request together
 _PLACE = re.compile(r" - at `\$([^`]*)`$")  # the path of a value, at the end of msgspec's errors
 
 
@@ -116,10 +119,23 @@ def tool_use(
 
 def functions_of(tools: Sequence[dict[str, Any]] | None) -> tuple[Function, ...]:
     """Return the functions of the tools of a chat. Raises: RequestError that names the field."""
+    _check_size(tools or ())
     found = converted(tools or [], list[_Tool], "tools")
     functions = tuple(one.function for one in found)
     check_names(functions, "tools[{}].function.name")
     return functions
+
+
+def _check_size(tools: Sequence[dict[str, Any]]) -> None:
+    if len(tools) > MAX_TOOLS:
+        raise RequestError(f"tools: {len(tools)} tools, limit {MAX_TOOLS}", param="tools")
+    try:
+        size = len(msgspec.json.encode(tools))
+    except RecursionError:
+        raise RequestError("tools: they are nested too deep", param="tools") from None
+    if size > MAX_TOOLS_BYTES:
+        text = f"tools: {size} bytes of JSON, limit {MAX_TOOLS_BYTES}"
+        raise RequestError(text, param="tools")
 
 
 def check_names(functions: Sequence[Function], place: str) -> None:

@@ -6,12 +6,19 @@ import contextlib
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvflow.http.errors import RequestError
 from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.http.tools.answers import AnswerReading, AnswerSoFar
-from kvflow.serve.http.tools.choice import NO_TOOLS, ToolUse, tool_use
+from kvflow.serve.http.tools.choice import (
+    MAX_TOOLS,
+    MAX_TOOLS_BYTES,
+    NO_TOOLS,
+    ToolUse,
+    tool_use,
+)
 from tests.fakes.written import END, byte_tokenizer, grammars_of
 
 TREE = {
@@ -52,14 +59,36 @@ def test_a_named_function_is_called_once() -> None:
     }
 
 
-def test_a_schema_that_is_nested_too_deep_is_refused() -> None:
+def tools_of(count: int, size: int) -> list[dict[str, Any]]:
+    """Return `count` tools that are `size` bytes of JSON together."""
+    tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(count)]
+    described: dict[str, Any] = tools[0]["function"]  # type: ignore[assignment]
+    described["description"] = ""
+    described["description"] = "a" * (size - len(msgspec.json.encode(tools)))
+    return tools
+
+
+def test_tools_have_a_limit_in_number_and_size() -> None:
+    accepted = tools_of(MAX_TOOLS, MAX_TOOLS_BYTES)
+    assert len(tool_use(accepted, "auto", parallel=None).functions) == MAX_TOOLS
+    for tools, text in (
+        (tools_of(MAX_TOOLS + 1, 1 << 19), "tools: 1025 tools, limit 1024"),
+        (tools_of(2, MAX_TOOLS_BYTES + 1), "tools: 1048577 bytes of JSON, limit 1048576"),
+    ):
+        with pytest.raises(RequestError) as refusal:
+            tool_use(tools, "none", parallel=None)
+        assert (str(refusal.value), refusal.value.param) == (text, "tools")
+
+
+@pytest.mark.parametrize("depth", [600, 2000], ids=["for a forced call", "for any answer"])
+def test_a_schema_that_is_nested_too_deep_is_refused(depth: int) -> None:
     deep: dict[str, Any] = {}
-    for _ in range(1000):
+    for _ in range(depth):
         deep = {"items": deep}
     tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
-    chosen = tool_use(tools, "required", parallel=None)
-    with pytest.raises(RequestError, match="nested too deep"):
-        chosen.forced_schema_text()
+    with pytest.raises(RequestError, match="nested too deep") as refusal:
+        tool_use(tools, "required", parallel=None).forced_schema_text()
+    assert refusal.value.param == "tools"
 
 
 # The library wants the fields of an object in the order of its schema.
