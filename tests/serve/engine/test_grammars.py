@@ -39,6 +39,7 @@ from kvflow.serve.engine.model.grammars import (
 )
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.model.sequence import Sequence
+from kvflow.serve.engine.scheduler import burst
 from kvflow.serve.engine.scheduler.adjustments import adjustments_of
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.engine.scheduler.sampling import Draw, choose, masks_ahead
@@ -562,26 +563,29 @@ async def test_a_grammar_that_fails_ends_its_own_request_alone(
     demo: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It becomes too complex in the middle of an answer."""
-    honest, asked = Matcher.check, 0
+    honest = Matcher.consume
 
-    def fails(self: Matcher) -> bool:
-        nonlocal asked
-        asked += 1
-        if asked == 16:
+    def fails(self: Matcher, tokens: Any) -> bool:
+        if len(tokens) == 7:
             self.error = "LexerTooComplex"
-        return honest(self)
+        return honest(self, tokens)
 
-    given = prompts(demo)
+    given, found = prompts(demo), []
+    params = greedy(30, grammar=Grammar("regex", "[a-z ]{60}"))
+    # All steps of a burst share a delivery, those before the error too.
+    monkeypatch.setattr(burst, "DELIVER_EVERY_S", 60.0)
     async with EnginePair(demo) as pair:
+        whole = await pair.tokens(given[0], params)
         alone = await pair.tokens(given[1], greedy(30))
-        monkeypatch.setattr(Matcher, "check", fails)
-        params = greedy(30, grammar=Grammar("regex", "[a-z ]{60}"))
-        found = await asyncio.gather(
-            pair.tokens(given[0], params), pair.tokens(given[1], greedy(30)), return_exceptions=True
-        )
-        assert isinstance(found[0], KvflowError) and "LexerTooComplex" in str(found[0])
-        assert found[0].code is Code.BAD_REQUEST
-        assert found[1] == alone
+        monkeypatch.setattr(Matcher, "consume", fails)
+        other = asyncio.create_task(pair.tokens(given[1], greedy(30)))
+        stream, first = await pair.begun(given[0], params)
+        with pytest.raises(KvflowError, match="LexerTooComplex") as caught:
+            async for out in stream:
+                found.append(out.token_id)
+        assert caught.value.code is Code.BAD_REQUEST
+        assert [first.token_id, *found] == whole[:7]
+        assert await other == alone
 
 
 async def test_a_grammar_that_matches_nothing_is_an_error_of_the_request(

@@ -18,7 +18,7 @@ import torch
 from kvflow.memory.residency import Resident
 from kvflow.node.handoff import HandOff
 from kvflow.node.packed_array import PackedArray
-from kvflow.protocols.errors import KvflowError
+from kvflow.protocols.errors import Cause, Code, KvflowError, room_error
 from kvflow.serve.cache.prefix import Prefix
 from kvflow.serve.engine.model.runner import Runner
 from kvflow.serve.engine.model.sequence import Sequence
@@ -87,6 +87,16 @@ class DecodeRequest:
         return self.handoff is None and not self.generated
 
     @property
+    def grammar_error(self) -> KvflowError | None:
+        """The error that ends the request, once its grammar cannot go on."""
+        if self.adjustments is None or not (text := self.adjustments.error):
+            return None
+        # Some grammars can be compiled, and match nothing beyond some token.
+        return room_error(
+            Cause(Code.BAD_REQUEST, f"the grammar of the answer cannot go on: {text}")
+        )
+
+    @property
     def protected(self) -> bool:
         """True after the request returns from a retraction, until it generates a page of tokens."""
         return self.generated < self.protected_until
@@ -139,8 +149,8 @@ class DecodeRequest:
         return TokenOut(*choice[:3], reason, matched, choice.asked_logprobs)
 
 
-Tokens = list[tuple[DecodeRequest, TokenOut]]
-"""The tokens that one step generated, each with its request."""
+Tokens = list[tuple[DecodeRequest, TokenOut | KvflowError]]
+"""The tokens that one step generated, each with its request, or the error that ends it there."""
 
 
 class Burst:
@@ -198,7 +208,7 @@ class Burst:
                     return
                 tokens = self._step(batch)
                 held.append(tokens)
-                if any(out.finish_reason is not None for _, out in tokens):
+                if any(map(_is_last, tokens)):
                     return
                 now = time.monotonic()
                 if now - delivered_at_s >= DELIVER_EVERY_S or _has_first_token(tokens):
@@ -224,6 +234,9 @@ class Burst:
             zip(chosen, choose(logits, draws, masks) if draws else (), strict=True)
         ):
             request.sequence.append(choice.token_id)
+            if (error := request.grammar_error) is not None:
+                tokens.append((request, error))
+                continue
             out = request.token_out(choice, self._eos_ids)
             if hidden is not None and request.params.hidden_states:
                 out = msgspec.structs.replace(out, hidden_states=PackedArray.of(hidden[i : i + 1]))
@@ -265,6 +278,11 @@ class Burst:
     def _count(self, row: Row) -> None:
         if self._local is not None:
             self._local.tokens += row.new
+
+
+def _is_last(token: tuple[DecodeRequest, TokenOut | KvflowError]) -> bool:
+    out = token[1]
+    return isinstance(out, KvflowError) or out.finish_reason is not None
 
 
 def _has_first_token(tokens: Tokens) -> bool:

@@ -573,8 +573,8 @@ class DecodeEngine(EngineLoop):
         for request, out in itertools.chain.from_iterable(steps):
             if not self._is_running(request):
                 continue
-            if request.adjustments is not None and request.adjustments.error:
-                self._fail(request, _grammar_error(request.adjustments.error))
+            if isinstance(out, KvflowError):
+                self._fail(request, out)
                 continue
             request.stepped()
             if out.finish_reason is not None:
@@ -591,8 +591,3 @@ class DecodeEngine(EngineLoop):
                 request.tokens.put_nowait(out)
         if self._outgoing:
             asyncio.get_running_loop().call_soon(self._hand_out)
-
-
-def _grammar_error(text: str) -> KvflowError:
-    # Some grammars can be compiled, and match nothing beyond some token.
-    return room_error(Cause(Code.BAD_REQUEST, f"the grammar of the answer cannot go on: {text}"))
