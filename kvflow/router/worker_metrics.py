@@ -22,6 +22,8 @@ from kvflow.router.workers import Workers
 PATH = "/engine_metrics"
 # Prometheus gives up a scrape after 10 s by default, so one silent worker must cost less.
 SCRAPE_TIMEOUT_S = 3.0
+# Anybody may call this route, and merging takes some 40 ms of CPU time for each worker.
+FRESH_S = 1.0
 MAX_EXPOSITION_BYTES = 8 << 20
 
 
@@ -34,21 +36,26 @@ class Exposition(NamedTuple):
 
 
 class WorkerMetrics:
-    """Scrapes all workers at once. Callers that come during a scrape share its result."""
+    """Scrapes all workers at once, at most once in `FRESH_S`.
+
+    Callers that come during a scrape, or within `FRESH_S` after it, share its result.
+    """
 
     def __init__(
         self, workers: Workers, session: aiohttp.ClientSession, measures: RouterMeasures
     ) -> None:
         self._workers, self._session, self._measures = workers, session, measures
         self._scraping: asyncio.Task[bytes] | None = None
+        self._last, self._fresh_until_s = b"", 0.0
 
     async def response(self) -> web.Response:
         """Return the metrics of all workers, in Prometheus text format 0.0.4."""
-        # Anybody may call this route, and each scrape costs all workers some work.
-        if self._scraping is None:
-            self._scraping = asyncio.create_task(self._scrape())
-            self._scraping.add_done_callback(self._scraped)
-        body = await asyncio.shield(self._scraping)
+        body = self._last
+        if asyncio.get_running_loop().time() >= self._fresh_until_s:
+            if self._scraping is None:
+                self._scraping = asyncio.create_task(self._scrape())
+                self._scraping.add_done_callback(self._scraped)
+            body = await asyncio.shield(self._scraping)
         return web.Response(body=body, headers=TEXT_FORMAT)
 
     async def close(self) -> None:
@@ -68,6 +75,8 @@ class WorkerMetrics:
         body, malformed = await asyncio.to_thread(merged, await asyncio.gather(*asked))
         for one in malformed:
             self._measures.scrape_failed(one.role, "malformed")
+        self._last = body
+        self._fresh_until_s = asyncio.get_running_loop().time() + FRESH_S
         return body
 
     async def _ask(self, role: str, url: str) -> Exposition:

@@ -139,9 +139,11 @@ async def test_a_silent_worker_costs_a_bounded_time(
         assert failures["timeout", "decode"] == 1
 
 
+@pytest.mark.parametrize(("fresh_s", "scrapes"), [(3600.0, 1), (0.0, 2)])
 async def test_callers_share_one_scrape_and_one_that_leaves_ends_it_for_none(
-    prefill: Role,
+    prefill: Role, monkeypatch: pytest.MonkeyPatch, fresh_s: float, scrapes: int
 ) -> None:
+    monkeypatch.setattr(worker_metrics, "FRESH_S", fresh_s)
     asked, go = [], asyncio.Event()
 
     async def counted(_: web.Request) -> web.StreamResponse:
@@ -164,8 +166,9 @@ async def test_callers_share_one_scrape_and_one_that_leaves_ends_it_for_none(
         assert isinstance(answer.body, bytes)
         assert labelled(answer.body.decode(), SCRAPED)["decode", worker.url] == 1
         assert first.cancelled() and asked == [1]
-        await metrics.response()
-        assert asked == [1, 1]
+        again = await metrics.response()
+        assert len(asked) == scrapes
+        assert fresh_s == 0 or again.body == answer.body
 
 
 def test_labels_of_the_same_name_and_types_that_differ() -> None:
