@@ -23,6 +23,7 @@ from kvflow.router.legs import (
 from kvflow.router.measures import RouterMeasures
 from kvflow.router.pairs import Pair
 from kvflow.telemetry.requests import CURRENT, name_error
+from kvflow.telemetry.spans import TIME_TO_FIRST_CHUNK
 
 
 class ClientAnswer:
@@ -99,6 +100,7 @@ class ClientAnswer:
         self._measures.first_token(self._arrived_at_s)
         if (span := CURRENT.get().span) is not None:
             span.event("first token")
+            span.annotate({TIME_TO_FIRST_CHUNK: time.perf_counter() - self._arrived_at_s})
         self.on_first_token()
         return opening + rest
 

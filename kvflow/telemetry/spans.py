@@ -13,6 +13,10 @@ from typing import Any, Protocol
 Attributes = Mapping[str, str | int | float | Sequence[str]]
 
 
+# Seconds from the arrival of a request to the first token of its stream.
+TIME_TO_FIRST_CHUNK = "gen_ai.response.time_to_first_chunk"
+
+
 class Span(Protocol):
     """A running span. Times are `time.perf_counter`, which is the clock of nodes too."""
 

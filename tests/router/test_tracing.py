@@ -61,6 +61,8 @@ async def test_a_trace_goes_on_from_the_client_over_the_router_to_both_workers(
     [root] = [one for one in spans if one.parent == CALLER]
     assert (root.service, root.name, root.kind) == ("kvflow-router", "POST /generate", SERVER)
     assert root.began_ns <= root.events["first token"] <= root.ended_ns
+    first_s = root.attributes["gen_ai.response.time_to_first_chunk"]
+    assert 0 < first_s <= (root.ended_ns - root.began_ns) / 1e9
     assert root.attributes["kvflow.request_id"] == answer.headers["X-Request-ID"]
     for role, served in (("prefill", prefill), ("decode", decode)):
         [leg] = named(spans, f"{role} leg")
@@ -71,6 +73,9 @@ async def test_a_trace_goes_on_from_the_client_over_the_router_to_both_workers(
         assert below.attributes["kvflow.role"] == role
         assert below.attributes["gen_ai.request.model"] == "fake"
         assert not leg.failed and not below.failed
+        # Decode's stream begins before the router relays it; prefill's may begin later.
+        took_s = below.attributes["gen_ai.response.time_to_first_chunk"]
+        assert 0 < took_s and (role == "prefill" or took_s <= first_s)
     [generation] = named(spans, "generation")
     assert generation.attributes["gen_ai.usage.output_tokens"] == 3
     assert [
@@ -96,6 +101,7 @@ async def test_each_try_has_its_legs_and_errors_their_codes(
     good, failed, refused = sorted(
         (one for one in spans if one.kind == SERVER), key=lambda one: one.began_ns
     )
+    assert "gen_ai.response.time_to_first_chunk" not in good.attributes, "it was no stream"
     legs = [one for one in named(spans, "decode leg") if one.parent == good.id]
     statuses = {one.attributes["http.response.status_code"]: one.failed for one in legs}
     assert statuses == {503: True, 200: False} and not good.failed

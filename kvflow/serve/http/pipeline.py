@@ -47,7 +47,7 @@ from kvflow.serve.http.schemas import Rendezvous, Rooms, parse
 from kvflow.serve.http.structured import field_with_grammar
 from kvflow.serve.http.tokenizer import ThreadedTokenizer
 from kvflow.serve.http.tools.answers import PLAIN, OutputFormats
-from kvflow.serve.http.tracing import annotate, traced
+from kvflow.serve.http.tracing import annotate, annotate_first_chunk, traced
 from kvflow.telemetry.requests import CURRENT, name_error, name_rooms
 
 _log = logging.getLogger("kvflow.http")
@@ -323,8 +323,10 @@ class CompletionPipeline(Drainable):
                 await events.keepalive()
                 continue
             # An error before the first token must be the only event, so `opening` waits until now.
-            found = [] if opened else call.opening()
-            opened = True
+            found = []
+            if not opened:
+                found, opened = call.opening(), True
+                annotate_first_chunk(meter.elapsed_s)
             for index, deltas in self._add(batch, call, completions, meter).items():
                 found += call.events(index, deltas, completions[index])
             await events.send(*found)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from kvflow.serve.engine.scheduler.params import TokenOut
 from kvflow.serve.http.completion_service import CompletionService, GenerationRequest
 from kvflow.telemetry.requests import CURRENT
-from kvflow.telemetry.spans import MARKS, Attributes, Marks, Span
+from kvflow.telemetry.spans import MARKS, TIME_TO_FIRST_CHUNK, Attributes, Marks, Span
 
 
 def annotate(
@@ -31,6 +31,12 @@ def annotate(
         "gen_ai.request.max_tokens": params.max_new_tokens,
     }
     span.annotate(attributes)
+
+
+def annotate_first_chunk(after_s: float) -> None:
+    """Add the time at which a stream begins to the span of the current request, if it is traced."""
+    if (span := CURRENT.get().span) is not None:
+        span.annotate({TIME_TO_FIRST_CHUNK: after_s})
 
 
 def traced(
