@@ -30,7 +30,7 @@ from kvflow.serve.http.schemas import (
     Tokens,
     TopK,
 )
-from kvflow.serve.http.structured import JsonSchemaFormat, ResponseFormat
+from kvflow.serve.http.structured import nested
 from kvflow.serve.http.tokenize import read_body
 from kvflow.serve.http.tools.answers import Block
 from kvflow.serve.http.tools.choice import MAX_NAME
@@ -168,7 +168,7 @@ def chat_of(body: MessagesRequest | CountTokensRequest) -> ChatRequest:
         chat_template_kwargs={"enable_thinking": False} if without else None,
         include_reasoning=not without,
         reasoning_effort=output.effort,
-        response_format=_response_format(output.format),
+        response_format=nested(output.format),
     )
     if not isinstance(body, MessagesRequest):
         return chat
@@ -182,12 +182,6 @@ def chat_of(body: MessagesRequest | CountTokensRequest) -> ChatRequest:
         priority=body.priority,
         **rendezvous_of(body),
     )
-
-
-def _response_format(given: _OutputFormat | None) -> ResponseFormat | None:
-    if given is None:
-        return None
-    return ResponseFormat(type=given.type, json_schema=JsonSchemaFormat(schema_=given.schema_))
 
 
 def _joined(content: str | list[_Text] | None) -> str:

@@ -27,7 +27,7 @@ from kvflow.serve.http.schemas import (
     Temperature,
     Tokens,
 )
-from kvflow.serve.http.structured import JsonSchemaFormat, ResponseFormat
+from kvflow.serve.http.structured import nested
 from kvflow.serve.http.tools.choice import MAX_NAME, converted
 from kvflow.serve.http.tools.conversation import decoded_arguments
 from kvflow.serve.http.tools.conversion import ConvertedCall, rendezvous_of
@@ -151,20 +151,12 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
         tool_choice=choice,
         parallel_tool_calls=body.parallel_tool_calls,
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        response_format=_response_format(body.text),
+        response_format=nested(body.text.format if body.text else None),
         max_tokens=body.max_output_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         priority=body.priority,
         **rendezvous_of(body),
-    )
-
-
-def _response_format(text: _TextConfig | None) -> ResponseFormat | None:
-    if text is None or text.format is None:
-        return None
-    return ResponseFormat(
-        type=text.format.type, json_schema=JsonSchemaFormat(schema_=text.format.schema_)
     )
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -34,6 +34,23 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
     json_schema: JsonSchemaFormat | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
+
+
+class FlatFormat(Protocol):
+    """A format as the other routes of chats have it: the schema stands beside the type."""
+
+    @property
+    def type(self) -> str: ...
+
+    @property
+    def schema_(self) -> dict[str, Any] | None: ...
+
+
+def nested(given: FlatFormat | None) -> ResponseFormat | None:
+    """Return a format as chat completions have it."""
+    if given is None:
+        return None
+    return ResponseFormat(type=given.type, json_schema=JsonSchemaFormat(schema_=given.schema_))
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True):
