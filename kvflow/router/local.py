@@ -21,11 +21,19 @@ class LocalPrefill:
     def __init__(self, most_tokens: int) -> None:
         self.most_tokens = most_tokens
 
-    def begin(self, completion: Completion, decode: Worker, prompts: Prompts) -> LocalRun | None:
-        """Return a run to enter before decode is asked alone, or None if a pair serves better."""
+    def begin(
+        self, completion: Completion, decode: Worker, prompts: Prompts, missing: dict[Worker, int]
+    ) -> LocalRun | None:
+        """Return a run to enter before decode is asked alone, or None if a pair serves better.
+
+        `missing` keeps, for the other tries of the request, how many tokens each decode lacks.
+        """
         if not (self.most_tokens and decode.computes_prompts and prompts.chains):
             return None
-        cost = completion.local_tokens(decode.cache.missing(prompts))
+        # After a try, the router takes the prompts for cached, although the try may have failed.
+        if decode not in missing:
+            missing[decode] = decode.cache.missing(prompts)
+        cost = completion.local_tokens(missing[decode])
         if cost is None or decode.computing + cost > self.most_tokens:
             return None
         return LocalRun(decode, cost)

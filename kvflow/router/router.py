@@ -199,18 +199,18 @@ class Router(Drainable):
         loop = asyncio.get_running_loop()
         tries = Tries(self._retry_s, self.engine.retried_statuses)
         while True:
-            prefill, decode = await self._next_pair(tries, prompts)
+            prefill, decode = await self._next_workers(tries, completion, prompts)
             alone = None
             if not tries.needs_pair:
-                alone = self._local.begin(completion, decode, prompts)
+                alone = self._local.begin(completion, decode, prompts, tries.missing)
             try:
                 with ExitStack() as stack:
-                    if alone is None:
-                        stack.enter_context(prefill.sent(prompts))
-                        answer.on_first_token = _nothing
-                    else:
+                    if alone is not None:
                         stack.enter_context(alone)
                         answer.on_first_token = alone.computed
+                    elif prefill is not None:
+                        stack.enter_context(prefill.sent(prompts))
+                        answer.on_first_token = _nothing
                     stack.enter_context(decode.sent(prompts))
                     partner = prefill if alone is None else None
                     async with completion.open_pair(request, partner, decode) as pair:
@@ -256,8 +256,10 @@ class Router(Drainable):
             await body.chains(), await block_hashes(body, self.workers.block_sizes(), self._encoder)
         )
 
-    async def _next_pair(self, tries: Tries, prompts: Prompts) -> tuple[Worker, Worker]:
-        """Return the pair for the next try.
+    async def _next_workers(
+        self, tries: Tries, completion: Completion, prompts: Prompts
+    ) -> tuple[Worker | None, Worker]:
+        """Return the pair for the next try, or a decode that can serve the request alone.
 
         Waits first if no worker of a role gets requests, or if `tries` has no untried pair.
 
@@ -270,6 +272,8 @@ class Router(Drainable):
                     self.workers.ranked(role, tries.failed, prompts) for role in ROLES
                 )
             except NoWorkerError as error:
+                if (decode := self._alone(tries, completion, prompts)) is not None:
+                    return None, decode
                 came_up = await self._pause(self.workers.came_up.wait, tries)
                 if not came_up:
                     raise tries.error or error from None
@@ -283,6 +287,19 @@ class Router(Drainable):
             may_begin = await self._pause(functools.partial(asyncio.sleep, tries.pause_s()), tries)
             if not may_begin:
                 raise tries.error
+
+    def _alone(self, tries: Tries, completion: Completion, prompts: Prompts) -> Worker | None:
+        """Return a decode that can serve the request while no prefill gets requests."""
+        if tries.needs_pair:
+            return None
+        try:
+            decodes = self.workers.ranked("decode", tries.failed, prompts)
+        except NoWorkerError:
+            return None
+        for one in decodes:
+            if self._local.begin(completion, one, prompts, tries.missing) is not None:
+                return one
+        return None
 
     async def _pause(self, wait: Callable[[], Awaitable[object]], tries: Tries) -> bool:
         """Wait before another try. Return False if time is up or too many requests wait."""

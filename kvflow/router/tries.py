@@ -27,6 +27,7 @@ class Tries:
         self.error: PairFailedError | None = None
         # True once decode failed the request alone. Only pairs are tried from then on.
         self.needs_pair = False
+        self.missing: dict[Worker, int] = {}  # tokens that decodes lack, for `LocalPrefill.begin`
         self._pairs: set[tuple[Worker, Worker]] = set()
         self._pauses = 0
 
