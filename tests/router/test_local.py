@@ -82,15 +82,17 @@ async def test_short_prompts_stay_at_decode(local: Pair) -> None:
 async def test_short_prompts_are_served_without_any_prefill(local: Pair) -> None:
     await local.prefill.stop()
     # The first try finds out. Its prompt is not taken for cached by the tries that follow.
+    sampling = {"max_new_tokens": 2}
     for prompt, status in ((LONG, 502), (LONG[1:], 503)):
-        document = {"input_ids": prompt, "sampling_params": {"max_new_tokens": 2}}
+        document = {"input_ids": prompt, "sampling_params": sampling}
         error = await local.front.refused(status, "/generate", document)
         assert ("no prefill worker is up" in error["message"]) == (status == 503)
     assert all(one.room is not None for one in local.decode.service.requests), "alone"
     for _ in range(2):
         assert await local.send(SHORT)
     local.decode.service.failure = Cause(Code.CAPACITY, "no pages")
-    error = await local.front.refused(503, "/generate", {**document, "input_ids": SHORT})
+    document = {"input_ids": SHORT, "sampling_params": sampling}
+    error = await local.front.refused(503, "/generate", document)
     assert "no prefill worker is up" in error["message"]
 
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from kvflow.memory.allocator import PageAllocator
-from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, OwnershipError
+from kvflow.protocols.errors import Cause, Code, KvflowError, LostError, OwnershipError, WireError
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.protocols.pages.layout import build_layout
 from kvflow.protocols.wire.codec import routing_id
 from kvflow.protocols.wire.messages import Incarnation, Rank
+from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.engine.ranks import following, wire
 from kvflow.serve.engine.ranks.following import StepFollower
 from kvflow.serve.engine.ranks.leading import StepLeader
@@ -310,6 +311,39 @@ async def test_a_rank_says_what_it_has_of_a_prompt_when_that_is_loaded() -> None
     [request] = loading
     steps._answer(request)
     assert follower.said == [wire.Found(number=7, tokens=0)]
+
+
+async def test_a_request_is_reported_when_its_grammar_is_compiled() -> None:
+    steps = (follower := Follower()).steps
+    go, closed = asyncio.Event(), list[Cause]()
+    follower.inner.samples = True
+
+    async def compiled(params: SamplingParams, sequence: Any) -> Any:
+        await go.wait()
+        if params.grammar == Grammar("regex", "odd"):
+            raise ZeroDivisionError
+        return SimpleNamespace(over=lambda sequence: sequence)
+
+    follower.inner.compiled = compiled
+    room: Any = SimpleNamespace(ended=False, prefix_tokens=0, close=closed.append)
+    for ticket, text in ((1, "a"), (2, "odd"), (3, "b")):
+        steps.add(ticket, room, np.arange(3), SamplingParams(grammar=Grammar("regex", text)))
+    steps._drop(3)
+    with pytest.raises(WireError, match="request 1, and this rank has not compiled its grammar"):
+        await steps._ready(wire.PlannedRow(1, 0, 1, 0))
+    steps._find(wire.Find(generation=1, number=7, ticket=1, tokens=2))
+    assert follower.said == [wire.Found(number=7, tokens=0)]
+    go.set()
+    await until(lambda: not steps._compiling)
+    opened = wire.Opened(ticket=1)
+    assert follower.said[1:] == [opened]
+    assert [cause.code for cause in closed] == [Code.ENGINE_ERROR]
+    request: Any = steps._new_request(1, steps.requests[1])
+    assert request.draw.adjustments is request.sequence
+    # A first rank that did not know this process yet has dropped the report.
+    steps._hello = a_status(1)  # type: ignore[assignment]
+    StepFollower._say_hello(steps)
+    assert follower.said[2:] == [a_status(1), opened]
 
 
 async def test_no_two_requests_own_the_same_places() -> None:

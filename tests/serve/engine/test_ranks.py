@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,12 +25,15 @@ from kvflow.protocols.errors import (
     WireError,
 )
 from kvflow.protocols.wire.messages import Incarnation, Rank
+from kvflow.serve.engine.model.grammars import Grammar, Grammars
+from kvflow.serve.engine.model.load import LoadedModel
 from kvflow.serve.engine.ranks import wire
 from kvflow.serve.engine.ranks.group import PrefillGroup, _Asked
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
 from kvflow.transports.control.zmq import connect_dealer
+from tests.fakes.written import END, byte_tokenizer
 from tests.serve.engine.pair import Watched, greedy, prompt_of, until
-from tests.serve.engine.stages import PAGE_SIZE, PAGES, Grouped
+from tests.serve.engine.stages import PAGE_SIZE, PAGES, Grouped, group
 from tests.serve.engine.tiny_models import Expected
 
 
@@ -39,6 +45,69 @@ async def test_stages_compute_in_lockstep_what_one_rank_does(
         found = await asyncio.gather(*(ranks.tokens(prompt, greedy(4)) for prompt in prompts))
         assert not ranks.broken
     assert found == [expected(prompt) for prompt in prompts]
+
+
+class Compiling:
+    """Two stages and a decode with grammars; the last stage compiles them when `go` is set."""
+
+    def __init__(self, stages: list[LoadedModel], whole: LoadedModel) -> None:
+        self.tokenizer = byte_tokenizer()
+        self.stages, self.whole = [replace(stage) for stage in stages], replace(whole)
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        self.error: KvflowError | None = None
+        end = frozenset({self.tokenizer.get_vocab()[END]})
+        for model in (*self.stages, self.whole):
+            vars(model)["grammars"] = Grammars(self.tokenizer, whole.vocab_size, end)
+        grammars: Any = self.stages[-1].grammars
+        self._compile, grammars.compile = grammars.compile, self.held
+
+    async def held(self, grammar: Grammar | None) -> None:
+        self.begun.set()
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        await self._compile(grammar)
+
+    def close(self) -> None:
+        for model in (*self.stages, self.whole):
+            model.grammars.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_other_requests_go_on_while_a_rank_compiles_a_grammar(
+    stages: list[LoadedModel], llama: LoadedModel, expected: Expected, fails: bool
+) -> None:
+    with contextlib.closing(Compiling(stages, llama)) as held:
+        async with group(held.stages, held.whole, chunk_tokens=8) as ranks:
+            params = greedy(3, grammar=Grammar("regex", "[ab]{3}"))
+            limited = asyncio.create_task(ranks.tokens(prompt_of(20), params))
+            await asyncio.wait_for(held.begun.wait(), 20)
+            for length in (17, 40):
+                found = await asyncio.wait_for(ranks.tokens(prompt_of(length), greedy(4)), 60)
+                assert found == expected(prompt_of(length))
+            assert ranks.group.running == 1 and not limited.done()
+            held.error = MisuseError("regex cannot be compiled now") if fails else None
+            held.go.set()
+            if fails:
+                with pytest.raises(KvflowError, match="regex cannot be compiled now"):
+                    await limited
+            else:
+                text = str(held.tokenizer.decode(await limited))
+                assert re.fullmatch("[ab]{3}", text), text
+            assert not ranks.broken
+
+
+async def test_a_rank_that_ends_waits_for_no_grammar(
+    stages: list[LoadedModel], llama: LoadedModel
+) -> None:
+    with contextlib.closing(Compiling(stages, llama)) as held:
+        async with group(held.stages, held.whole, drops_frames=True) as ranks:
+            params = greedy(3, grammar=Grammar("regex", "[ab]{3}"))
+            limited = asyncio.create_task(ranks.tokens(prompt_of(20), params))
+            await asyncio.wait_for(held.begun.wait(), 20)
+            await asyncio.wait_for(ranks.replace_second(), 60)
+            with pytest.raises(KvflowError):
+                await limited
 
 
 async def test_a_step_that_fails_at_one_rank_fails_what_runs_and_no_more(

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvflow.protocols.cache.hashes import Namespace
 from kvflow.serve.engine.model.sequence import Prompt
+from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest
 from kvflow.serve.engine.scheduler.rooms import PrefillRoomPort
@@ -26,6 +27,9 @@ class FollowedRoom(PrefillRoomPort, Protocol):
 class Followed:
     """One request of the group at this rank.
 
+    A rank that chooses first tokens is `compiling` until it has the request's grammar, which the
+    `adjustments` then contain. No step names the request before that.
+
     `request` is set while the request has places, from the first step that names it. Before that,
     it is set while the request holds a cached prefix.
     """
@@ -36,6 +40,8 @@ class Followed:
     namespace: Namespace
     started: bool = False
     kept: bool = False
+    compiling: bool = False
+    adjustments: Adjustments | None = None
     request: PrefillRequest | None = None
 
     @property

@@ -18,6 +18,7 @@ from kvflow.serve.engine.model.step import Row
 from kvflow.serve.engine.ranks import wire
 from kvflow.serve.engine.ranks.followed import Followed, FollowedRoom
 from kvflow.serve.engine.ranks.leading import Neighbours
+from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.engine.scheduler.prefill_steps import PrefillRequest, PrefillSteps
 from kvflow.serve.engine.scheduler.turn import Loads
@@ -41,6 +42,10 @@ class StepFollower:
     ends. A request that fails at this rank is still computed until then, because the other ranks
     depend on it. The pages of a request are not sent before the group starts the request.
 
+    A grammar is compiled in a thread, and the request is reported as opened when that is done. The
+    first rank names a request with a grammar only then, so no step waits for a grammar, and other
+    requests go on meanwhile.
+
     When the first rank asks about a request, this rank loads the request's cached pages from the
     host and locks them. The first step that names the request states how many tokens all ranks have
     cached.
@@ -60,7 +65,8 @@ class StepFollower:
         prefetch: PrefetchPolicy = "timeout",
     ) -> None:
         """`shards` is the number of ranks in each stage. With `tells_openings`, this rank reports
-        every request that it opens, because the first rank may begin requests early.
+        every request that it opens, because the first rank may begin requests early. Without it,
+        this rank reports those that have a grammar.
 
         `prefetch` decides how long an answer to the first rank waits for the pages to load.
         """
@@ -85,6 +91,7 @@ class StepFollower:
         self._wake = asyncio.Event()
         self._returned = PageWaiter(self._wake.set, steps.pages, steps.rows)
         self._tasks: list[asyncio.Task[None]] = []
+        self._compiling: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def start(self) -> None:
@@ -106,8 +113,10 @@ class StepFollower:
         # `_run` is not cancelled, because it has to finish the running step.
         for task in (self._tasks[0], self._tasks[2]) if self._tasks else ():
             task.cancel()
+        for task in self._compiling:
+            task.cancel()
         try:
-            await all_ended(self._tasks)
+            await all_ended([*self._tasks, *self._compiling])
         finally:
             self._returned.close()
             await self._loads.close()
@@ -140,8 +149,34 @@ class StepFollower:
         self._dropped_ahead = {ahead for ahead in self._dropped_ahead if ahead > ticket}
         if dropped:
             return
-        self.requests[ticket] = Followed(room, prompt, params, namespace)
-        if self._tells_openings:
+        found = self.requests[ticket] = Followed(room, prompt, params, namespace)
+        if params.grammar is None or not self.steps.samples:
+            self._tell_opened(ticket, found)
+            return
+        found.compiling = True
+        task = asyncio.create_task(self._compile(ticket, found), name=f"kvflow-grammar-{ticket}")
+        self._compiling.add(task)
+        task.add_done_callback(self._compiling.discard)
+
+    async def _compile(self, ticket: int, found: Followed) -> None:
+        try:
+            sequence = self._sequence(ticket, found)
+            found.adjustments = await self.steps.compiled(found.params, sequence)
+        except KvflowError as error:
+            found.room.close(error.cause())
+            return
+        # The error belongs to one room, and must not end the others.
+        except Exception as error:
+            log.exception("compiling a grammar failed")
+            text = f"compiling the grammar failed: {type(error).__name__}"
+            found.room.close(Cause(Code.ENGINE_ERROR, text))
+            return
+        found.compiling = False
+        if self.requests.get(ticket) is found:
+            self._tell_opened(ticket, found)
+
+    def _tell_opened(self, ticket: int, found: Followed) -> None:
+        if self._tells_openings or found.params.grammar is not None:
             self._socket.send(wire.encode(wire.Opened(ticket=ticket)))
 
     def started(self, ticket: int) -> None:
@@ -223,6 +258,10 @@ class StepFollower:
             self._give_up(LostError("the shards of this stage have lost each other"))
             return
         self._socket.send(wire.encode(self._hello))
+        # The first rank may have dropped the reports that came before this message.
+        for ticket, found in self.requests.items():
+            if found.params.grammar is not None and not found.compiling:
+                self._tell_opened(ticket, found)
 
     async def _tell(self) -> None:
         told: wire.Status | None = None
@@ -316,7 +355,7 @@ class StepFollower:
         the locked and loaded pages fit into the pool along with those of all other requests.
         """
         found = self.requests.get(message.ticket)
-        if found is None or found.request is not None:
+        if found is None or found.request is not None or found.compiling:
             self._socket.send(wire.encode(wire.Found(number=message.number, tokens=0)))
             return
         found.request = request = self._new_request(message.ticket, found)
@@ -401,6 +440,10 @@ class StepFollower:
         found = self.requests.get(row.ticket)
         if found is None:
             raise WireError(f"a step names request {row.ticket}, which there is not")
+        if found.compiling:
+            raise WireError(
+                f"a step names request {row.ticket}, and this rank has not compiled its grammar yet"
+            )
         request = found.request = found.request or self._new_request(row.ticket, found)
         if self._loads.is_running(request):
             raise WireError(
@@ -439,18 +482,25 @@ class StepFollower:
         self.steps.count(request)
 
     def _new_request(self, ticket: int, found: Followed) -> PrefillRequest:
-        sequence = Sequence((self._owner, ticket), found.prompt, 0, self.steps.layout.page_size)
+        sequence = self._sequence(ticket, found)
+        if found.adjustments is not None:
+            adjustments: Adjustments | None = found.adjustments.over(sequence)
+        else:
+            adjustments = self.steps.adjustments_of(found.params, sequence)
         request = PrefillRequest(
             sequence,
             found.room,
             found.params,
-            self.steps.adjustments_of(found.params, sequence),
+            adjustments,
             ticket=ticket,
             namespace=found.namespace,
         )
         if found.may_send:
             request.sent_pages = self._sent(found)
         return request
+
+    def _sequence(self, ticket: int, found: Followed) -> Sequence:
+        return Sequence((self._owner, ticket), found.prompt, 0, self.steps.layout.page_size)
 
     def _sent(self, found: Followed) -> int:
         """Return the number of pages of a prompt that decode has already."""

@@ -32,7 +32,8 @@ class _Asked:
     """One request of a client.
 
     `computing` is set once the request is open at this rank, and `started` once the group starts
-    it. `unopened` has the ranks that have not yet reported the request as open.
+    it. `unopened` has the ranks that have not yet reported the request as open. `matched` is the
+    room of a started request until the engine gets it.
     """
 
     group: GroupRequest
@@ -42,6 +43,7 @@ class _Asked:
     unopened: set[int]
     computing: PrefillRequest | None = None
     started: bool = False
+    matched: PrefillRoom | None = None
     token: asyncio.Future[TokenOut] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
@@ -218,6 +220,23 @@ class PrefillGroup:
         asked.unopened.discard(rank)
         if not asked.unopened and asked.computing is not None:
             self._engine.may_begin(asked.computing)
+            if (room := asked.matched) is not None:
+                try:
+                    self._begin(asked, asked.computing, room)
+                except KvflowError as error:
+                    room.close(error.cause())
+
+    def _begin(self, asked: _Asked, computing: PrefillRequest, room: PrefillRoom) -> None:
+        """Let the engine compute a started request, or keep it until every rank can name it.
+
+        A rank that compiles the request's grammar reports it as open afterwards. A step that named
+        it before would wait there, and all later steps with it.
+        """
+        if asked.params.grammar is not None and asked.unopened:
+            asked.matched = room
+            return
+        asked.matched = None
+        self._engine.matched(computing, room.prefix_tokens)
 
     def first_token(self, ticket: int, token: TokenOut) -> None:
         asked = self._asked.get(ticket)
@@ -272,4 +291,4 @@ class PrefillGroup:
         self._steps.keep(ticket)
         if asked.computing.early_token is not None:
             asked.token.set_result(asked.computing.early_token)
-        self._engine.matched(asked.computing, started.room.prefix_tokens)
+        self._begin(asked, asked.computing, started.room)

@@ -166,6 +166,14 @@ class PrefillSteps:
             return None
         return adjustments_of(params, sequence, self._eos_ids, self._grammars)
 
+    async def compiled(self, params: SamplingParams, sequence: Sequence) -> Adjustments | None:
+        """Return `adjustments_of`, once a thread has compiled the request's grammar.
+
+        Raises: as `adjustments_of`.
+        """
+        await self._grammars.compile(params.grammar)
+        return self.adjustments_of(params, sequence)
+
     def short_of(self, request: PrefillRequest) -> tuple[int, int]:
         """Count the pages and rows that a whole prompt still lacks; negative if more are free.
 
