@@ -168,7 +168,7 @@ class Failure(msgspec.Struct, frozen=True):
         }
 
     def body_at(self, path: str) -> dict[str, Any]:
-        """The body in the form that clients of the route with this path read."""
+        """Return the body in the form that clients of the route with this path read."""
         if path not in MESSAGES_PATHS:
             return self.body
         otherwise = _INVALID if self.status < 500 else _INTERNAL

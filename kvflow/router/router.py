@@ -354,7 +354,10 @@ class Router(Drainable):
         """Return a worker's answer to this request, whatever its status, or a 502 if none comes."""
         url = f"{worker.url}{http.rel_url.raw_path_qs}"
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
-        headers = _forwarded_headers(http)
+        headers, raw = _forwarded_headers(http), await http.read()
+        # vLLM refuses a body of any other type.
+        if raw:
+            headers |= _JSON
         if (most := self.workers.max_model_len) is not None:
             headers[MAX_MODEL_LEN_HEADER] = str(most)
         try:
@@ -362,7 +365,7 @@ class Router(Drainable):
                 http.method,
                 # `encoded` keeps yarl from decoding and quoting the client's path again.
                 URL(url, encoded=True),
-                data=await http.read(),
+                data=raw,
                 headers=headers,
                 timeout=timeout,
             ) as answer:

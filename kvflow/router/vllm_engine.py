@@ -62,7 +62,7 @@ _ONE_TOKEN: dict[str, dict[str, Any]] = {
         "min_tokens": 0,
     },
     MESSAGES_PATH: {"max_tokens": 1},
-    # Only decode's answer is one that a client may ask for again.
+    # Prefill must not store its answer of one token as a response.
     RESPONSES_PATH: {"max_output_tokens": 1, "store": False},
 }
 _REMOTE_DECODE = {

@@ -81,7 +81,7 @@ class FakeVllm(Server):
                 web.get("/version", answers('{"version": "0.32.0"}', content_type=JSON)),
                 web.get("/v1/models", self._models),
                 *(web.post(path, self._serve) for path in REQUESTS),
-                web.post(COUNT, answers('{"input_tokens": 4}', content_type=JSON)),
+                web.post(COUNT, self._count),
             ]
         )
         super().__init__(app)
@@ -107,6 +107,12 @@ class FakeVllm(Server):
             "permission": [],
         }
         return web.json_response({"object": "list", "data": [card]})
+
+    async def _count(self, http: web.Request) -> web.Response:
+        if http.content_type != JSON:
+            text = "Unsupported Media Type: Only 'application/json' is allowed"
+            return web.json_response(error(400, text, "Bad Request"), status=400)
+        return web.json_response({"input_tokens": len(await http.json())})
 
     def _unauthorized(self, http: web.Request) -> web.Response | None:
         if self.api_key and http.headers.get("Authorization") != f"Bearer {self.api_key}":
