@@ -100,11 +100,41 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chat_template: str = ""
     """File with a chat template, or the template itself, in place of the model's."""
     tool_call_parser: Literal[
-        "auto", "off", "hermes", "qwen25", "qwen3_coder", "llama3_json", "llama3", "mistral"
+        "auto",
+        "off",
+        "hermes",
+        "qwen25",
+        "qwen3_coder",
+        "llama3_json",
+        "llama3",
+        "mistral",
+        "deepseek_v3",
+        "deepseekv3",
+        "deepseek_v31",
+        "deepseekv31",
+        "kimi_k2",
+        "glm45",
+        "glm47",
+        "gpt_oss",
+        "gpt-oss",
+        "openai",
     ] = "auto"
     """How the model writes tool calls: by name of vLLM's or SGLang's parser; auto fits the chat
     template. Where it is off, or none fits, requests with tools are refused."""
-    reasoning_parser: Literal["off", "auto", "qwen3", "deepseek_r1", "deepseek-r1"] = "off"
+    reasoning_parser: Literal[
+        "off",
+        "auto",
+        "qwen3",
+        "deepseek_r1",
+        "deepseek-r1",
+        "deepseek_v3",
+        "deepseek-v3",
+        "kimi_k2",
+        "glm45",
+        "gpt_oss",
+        "gpt-oss",
+        "openai_gptoss",
+    ] = "off"
     """How the model marks its reasoning, which answers then have apart from their text: by name of
     vLLM's or SGLang's parser; auto fits the chat template. Where it is off, it stays in the text.
     """

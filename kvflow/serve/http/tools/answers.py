@@ -7,13 +7,15 @@ import re
 import secrets
 import string
 import uuid
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from kvflow.http.errors import RequestError
 from kvflow.serve.http.tools.choice import NO_TOOLS, ToolUse
 from kvflow.serve.http.tools.formats import FORCED, TOOL_FORMATS, ToolFormat, ToolParser
+from kvflow.serve.http.tools.harmony import HarmonyParser
 from kvflow.serve.http.tools.parts import Parser, Part, joined
 from kvflow.serve.http.tools.reasoning import (
     REASONING_FORMATS,
@@ -21,8 +23,20 @@ from kvflow.serve.http.tools.reasoning import (
     ReasoningParser,
 )
 
-# SGLang's names of the same formats.
-_OTHER_NAMES = {"qwen25": "hermes", "llama3": "llama3_json", "deepseek-r1": "deepseek_r1"}
+# Other names that vLLM and SGLang have for the same formats.
+_OTHER_NAMES = {
+    "qwen25": "hermes",
+    "llama3": "llama3_json",
+    "deepseek-r1": "deepseek_r1",
+    "deepseekv3": "deepseek_v3",
+    "deepseek-v3": "deepseek_v3",
+    "deepseek_v31": "deepseek_v3",
+    "deepseekv31": "deepseek_v3",
+    "glm47": "glm45",
+    "openai": "gpt_oss",
+    "openai_gptoss": "gpt_oss",
+    "gpt-oss": "gpt_oss",
+}
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -31,6 +45,11 @@ class OutputFormats(msgspec.Struct, frozen=True):
 
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
+
+    @property
+    def channels(self) -> bool:
+        """True if answers consist of messages in channels."""
+        return any(form is not None and form.channels for form in (self.tools, self.reasoning))
 
 
 PLAIN = OutputFormats()
@@ -41,17 +60,22 @@ def formats_of(tool_parser: str, reasoning_parser: str, tokenizer: Any) -> Outpu
     template = template_text(tokenizer)
     tools = TOOL_FORMATS.get(_OTHER_NAMES.get(tool_parser, tool_parser))
     if tool_parser == "auto":
-        # The format whose marks are more specific comes last, and wins.
-        fitting = [
-            form
-            for form in sorted(TOOL_FORMATS.values(), key=lambda form: len(form.shows))
-            if all(mark in template for mark in form.shows)
-        ]
-        tools = fitting[-1] if fitting else None
+        tools = _fitting(TOOL_FORMATS.values(), template)
     reasoning = REASONING_FORMATS.get(_OTHER_NAMES.get(reasoning_parser, reasoning_parser))
-    if reasoning_parser == "auto" and "</think>" in template:
-        reasoning = REASONING_FORMATS["qwen3"]
+    if reasoning_parser == "auto":
+        reasoning = _fitting(REASONING_FORMATS.values(), template)
     return OutputFormats(tools, reasoning)
+
+
+Format = TypeVar("Format", ToolFormat, ReasoningFormat)
+
+
+def _fitting(forms: Iterable[Format], template: str) -> Format | None:
+    """Return the format that a chat template shows with the most marks."""
+    fitting = [
+        form for form in forms if form.shows and all(mark in template for mark in form.shows)
+    ]
+    return max(fitting, key=lambda form: len(form.shows), default=None)
 
 
 def template_text(tokenizer: Any) -> str:
@@ -85,7 +109,7 @@ class AnswerParser:
 
     def __init__(
         self,
-        reasoning: ReasoningParser | None,
+        reasoning: ReasoningParser | HarmonyParser | None,
         tools: Parser | None,
         *,
         shows_reasoning: bool = True,
@@ -140,33 +164,40 @@ class AnswerReading(msgspec.Struct, frozen=True, kw_only=True):
     formats: OutputFormats = PLAIN
     use: ToolUse = NO_TOOLS
     prompt_end: str = ""
+    earlier_calls: int = 0  # in the messages of the chat
     shows_reasoning: bool = True
     streams_reasoning: bool = True
 
     @property
     def needs_marks(self) -> bool:
-        """True if special tokens must be in the text, because calls begin with them."""
+        """True if special tokens must be in the text, because calls or channels begin with them."""
         form = self.formats.tools
-        return bool(self.use.functions and form is not None and form.special)
+        calls = bool(self.use.functions and form is not None and form.special)
+        return calls or self.formats.channels
 
     @property
     def is_plain(self) -> bool:
         """True if all text is content."""
-        return not (self.use.forced or self._reads_calls or self.formats.reasoning)
+        formats = self.formats
+        return not (self.use.forced or self._reads_calls or formats.reasoning or formats.channels)
 
     @property
     def _reads_calls(self) -> bool:
         return bool(self.use.functions and self.formats.tools is not None)
 
     def parser(self) -> AnswerParser:
-        tools = reasoning = None
+        tools: ToolParser | None = None
+        reasoning: ReasoningParser | HarmonyParser | None = None
         if self.use.forced:
             # A forced call begins with the first token, so no reasoning precedes it.
             tools = ToolParser(FORCED, self.use.tools, parallel=self.use.parallel)
             return AnswerParser(None, tools)
-        if self.use.functions and self.formats.tools is not None:
-            tools = ToolParser(self.formats.tools, self.use.tools, parallel=self.use.parallel)
-        if (form := self.formats.reasoning) is not None:
+        calls, form = self.formats.tools, self.formats.reasoning
+        if self.use.functions and calls is not None and not calls.channels:
+            tools = ToolParser(calls, self.use.tools, parallel=self.use.parallel)
+        if self.formats.channels:
+            reasoning = self._harmony()
+        elif form is not None:
             reasoning = ReasoningParser(form, inside=form.begins_inside(self.prompt_end))
         return AnswerParser(
             reasoning,
@@ -175,8 +206,23 @@ class AnswerReading(msgspec.Struct, frozen=True, kw_only=True):
             streams_reasoning=self.streams_reasoning,
         )
 
-    def new_call_id(self) -> str:
+    def _harmony(self) -> HarmonyParser:
+        calls, form = self.formats.tools, self.formats.reasoning
+        separates = form is not None and form.channels
+        return HarmonyParser(
+            calls if self.use.functions and calls is not None and calls.channels else None,
+            self.use.tools,
+            parallel=self.use.parallel,
+            separates=separates,
+            inside=separates and form is not None and form.begins_inside(self.prompt_end),
+        )
+
+    def new_call_id(self, name: str, call: int) -> str:
+        """Return an id for a call of an answer. `call` is its number there."""
         length = self.formats.tools.id_length if self.formats.tools else 0
+        if self.formats.tools is not None and self.formats.tools.numbered:
+            # The chat template writes this id into the next prompt, and models imitate it.
+            return f"functions.{name}:{self.earlier_calls + call}"
         # Templates of some models take ids of one length only.
         if length:
             return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(length))
@@ -219,7 +265,8 @@ class AnswerSoFar:
             self.blocks.append(Block(kind))
         block = self.blocks[-1]
         if part.kind == "call":
-            block.id, block.name = self._reading.new_call_id(), part.text
+            block.name = part.text
+            block.id = self._reading.new_call_id(part.text, part.call)
             self.calls.append(block)
         else:
             block.add(part.text)

@@ -6,11 +6,21 @@ those of vLLM's and SGLang's parsers.
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvflow.serve.http.tools.parts import Part, first_mark, held_from, joined
-from kvflow.serve.http.tools.readers import NamedCall, ObjectCall, Reader, TaggedCall, Tools
+from kvflow.serve.http.tools.readers import (
+    HeadedCall,
+    KeyedCall,
+    NamedCall,
+    ObjectCall,
+    Reader,
+    TaggedCall,
+    Tools,
+)
 
 MakeReader = Callable[[int, Callable[[str], bool], Tools], Reader]
 
@@ -23,29 +33,67 @@ def _named(call: int, accepts: Callable[[str], bool], _: Tools) -> Reader:
     return NamedCall(call, accepts)
 
 
+def _headed(call: int, accepts: Callable[[str], bool], _: Tools, **more: Any) -> Reader:
+    return HeadedCall(call, accepts, **more)
+
+
 class ToolFormat(NamedTuple):
     """How a family of models writes tool calls.
 
-    A call begins at one of the marks `opens`. With `bare`, it may also begin without one, at the
-    first character of the answer. Characters of `skipped` stand between a mark and its call. After
-    a call, `between` may stand before the next mark or the end, and where a format is `several`,
-    another call may follow there without a mark.
+    A call begins at one of the marks `opens`, and one of the marks `inner` may follow at once. With
+    `bare`, it may also begin without one, at the first character of the answer. Characters of
+    `skipped` stand between a mark and its call. After a call, `between` may stand before the next
+    mark or the end, and where a format is `several`, another call may follow there without a mark.
 
     `special` says that marks are special tokens, which have no text unless it is asked for.
+    `channels` says that the whole answer consists of messages in channels (see `harmony`).
     `shows` are texts in a chat template for which the format fits.
     """
 
     name: str
     reader: MakeReader
     opens: tuple[str, ...] = ()
+    inner: tuple[str, ...] = ()
     closes: tuple[str, ...] = ()
     skipped: str = " \t\r\n"
     between: str = " \t\r\n"
     bare: bool = False
     several: bool = False
     special: bool = False
+    channels: bool = False
     id_length: int = 0  # characters of a call's id, or 0 for ids as OpenAI's
+    numbered: bool = False  # ids are the names of functions, with the number of the call in a chat
     shows: tuple[str, ...] = ()
+
+
+# DeepSeek's marks, with a full-width bar and a space that is a character of its own.
+_SEPARATOR = "<｜tool▁sep｜>"
+_CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+# V3 and R1 write a type, the separator, the name and a block of code. V3.1 writes the name and the
+# separator.
+_DEEPSEEK_HEAD = re.compile(
+    rf"\s*(?:[^<]*{_SEPARATOR}\s*([^\s<`]+)\s*(?:```\w*)?"
+    rf"|([^\s<`]+)\s*{_SEPARATOR}\s*(?:```\w*)?)\s*"
+)
+_deepseek = functools.partial(
+    _headed, head=_DEEPSEEK_HEAD, marks=(_CALL_END, _CALLS_END, _CALL, _CALLS), tail=" \t\r\n`"
+)
+# Kimi writes the id of a call, which contains the name and a number.
+_SECTION, _SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_end|>"
+_KIMI_HEAD = re.compile(
+    r"\s*(?:functions\.)?([^\s<:]+)(?::[^\s<]*)?\s*<\|tool_call_argument_begin\|>\s*"
+)
+_kimi = functools.partial(
+    _headed, head=_KIMI_HEAD, marks=(_KIMI_END, _SECTION_END, _KIMI, _SECTION)
+)
+HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
+_harmony = functools.partial(
+    _headed,
+    head=re.compile(r"(?:functions\.)?([^\s<]+)<\|message\|>\s*"),
+    marks=HARMONY_ENDS,
+)
 
 
 def _mistral(call: int, accepts: Callable[[str], bool], _: Tools) -> Reader:
@@ -108,6 +156,40 @@ TOOL_FORMATS = {
             special=True,
             id_length=9,
             shows=("[TOOL_CALLS]",),
+        ),
+        ToolFormat(
+            "deepseek_v3",
+            _deepseek,
+            opens=(_CALLS, _CALL),
+            inner=(_CALL,),
+            closes=(_CALL_END, _CALLS_END),
+            special=True,
+            shows=(_CALLS,),
+        ),
+        ToolFormat(
+            "kimi_k2",
+            _kimi,
+            opens=(_SECTION, _KIMI),
+            inner=(_KIMI,),
+            closes=(_KIMI_END, _SECTION_END),
+            special=True,
+            numbered=True,
+            shows=(_SECTION,),
+        ),
+        ToolFormat(
+            "glm45",
+            KeyedCall,
+            opens=("<tool_call>",),
+            closes=("</tool_call>",),
+            special=True,
+            shows=("<tool_call>", "<arg_key>"),
+        ),
+        ToolFormat(
+            "gpt_oss",
+            _harmony,
+            special=True,
+            channels=True,
+            shows=("<|channel|>analysis", "<|channel|>commentary"),
         ),
     )
 }
@@ -198,6 +280,13 @@ class ToolParser:
     def _open(self, text: str, parts: list[Part]) -> str:
         start = text.lstrip(self._format.skipped)
         self._raw.append(text[: len(text) - len(start)])
+        for mark in self._format.inner:
+            if start.startswith(mark):
+                self._raw.append(mark)
+                return start[len(mark) :]
+            if start and mark.startswith(start):
+                self._held = start
+                return ""
         if start:
             self._reader = self._format.reader(self._calls, self._accepts, self._tools)
             self._state = "call"

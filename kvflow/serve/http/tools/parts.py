@@ -52,10 +52,13 @@ def held_from(text: str, marks: Sequence[str]) -> int:
     That end is the beginning of a mark, with the white space before it. It is empty if the text
     cannot continue as a mark.
     """
+    return len(text[: mark_begins(text, marks)].rstrip())
+
+
+def mark_begins(text: str, marks: Sequence[str]) -> int:
+    """Return where the end of `text` begins that is the beginning of a mark."""
     longest = max((len(mark) for mark in marks), default=1)
     for at in range(max(0, len(text) - longest + 1), len(text)):
         if any(mark.startswith(text[at:]) for mark in marks):
-            break
-    else:
-        at = len(text)
-    return len(text[:at].rstrip())
+            return at
+    return len(text)

@@ -8,19 +8,23 @@ certain when its function's name is. If the text turns out to be no call before 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
 
 from kvflow.serve.http.tools.json_values import JsonValue
-from kvflow.serve.http.tools.parts import Part, held_from
+from kvflow.serve.http.tools.parts import Part, first_mark, held_from, mark_begins
 
 _SPACE = " \t\r\n"
 _LONGEST_HEAD = 256  # characters of a name with its separators
 _DEEPEST_CHOICE = 16  # choices of types within each other
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_KEY, _KEY_END = "<arg_key>", "</arg_key>"
+_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+_PLAIN_NAME = re.compile(r"[^\s<>{}\"]+")
 
 
 class Reader(Protocol):
@@ -178,11 +182,98 @@ class NamedCall:
         return False
 
 
-class TaggedCall:
-    """A call as a tag for the function, and one for each parameter with its plain value.
+class HeadedCall:
+    """A call as a head that names the function, and an object.
+
+    `head` matches all of the text before the object, and its only group that matches is the name.
+    `marks` end a head without an object, which is a call without arguments. Characters of `tail`
+    after the object belong to the call.
+    """
+
+    def __init__(
+        self,
+        call: int,
+        accepts: Callable[[str], bool],
+        *,
+        head: re.Pattern[str],
+        marks: Sequence[str],
+        tail: str = "",
+    ) -> None:
+        self.done = self.broken = False
+        self._call, self._accepts = call, accepts
+        self._pattern, self._marks, self._tail = head, marks, tail
+        self._head = ""
+        self._value: JsonValue | None = None
+
+    def take(self, text: str, parts: list[Part]) -> str:
+        if self._value is None:
+            text = self._read_head(text, parts)
+        return text if self._value is None else self._read_value(text, parts)
+
+    def _read_head(self, text: str, parts: list[Part]) -> str:
+        for at, character in enumerate(text):
+            if character == "{":
+                self.broken = not self._is_named(self._head, parts)
+                self._value = None if self.broken else JsonValue()
+                return text[at:]
+            self._head += character
+            mark = next((mark for mark in self._marks if self._head.endswith(mark)), "")
+            if mark:
+                self.done = self._is_named(self._head.removesuffix(mark), parts)
+                self.broken = not self.done
+                if self.done:
+                    parts.append(Part("arguments", "{}", self._call))
+                # A mark may begin another call, so it belongs to the text after this one.
+                return mark + text[at + 1 :]
+            if len(self._head) > _LONGEST_HEAD:
+                self.broken = True
+                return text[at + 1 :]
+        return ""
+
+    def _is_named(self, head: str, parts: list[Part]) -> bool:
+        found = self._pattern.fullmatch(head)
+        name = found and found[found.lastindex or 0]
+        if not name or not self._accepts(name):
+            return False
+        parts.append(Part("call", name, self._call))
+        return True
+
+    def _read_value(self, text: str, parts: list[Part]) -> str:
+        value, at = self._value, 0
+        assert value is not None
+        while at < len(text) and not value.done:
+            at += value.take(text[at])
+        parts.append(Part("arguments", text[:at], self._call))
+        if not value.done:
+            return ""
+        rest = text[at:].lstrip(self._tail) if self._tail else text[at:]
+        # Until another character arrives, more of the tail may follow.
+        self.done = bool(rest) or not self._tail
+        return rest
+
+
+class TypedArguments:
+    """The JSON of arguments whose values a model writes as plain text, one after the other.
 
     Values get the types of the function's schema. A value that does not fit is a string.
     """
+
+    def __init__(self, call: int, properties: Mapping[str, Any]) -> None:
+        self._call, self._properties = call, properties
+        self._count = 0
+
+    def add(self, name: str, raw: str, parts: list[Part]) -> None:
+        value = _typed(raw, self._properties.get(name))
+        opening = ", " if self._count else "{"
+        self._count += 1
+        parts.append(Part("arguments", f"{opening}{_encoded(name)}: {_encoded(value)}", self._call))
+
+    def end(self, parts: list[Part]) -> None:
+        parts.append(Part("arguments", "}" if self._count else "{}", self._call))
+
+
+class TaggedCall:
+    """A call as a tag for the function, and one for each parameter with its plain value."""
 
     def __init__(
         self, call: int, accepts: Callable[[str], bool], tools: Tools | None = None
@@ -193,7 +284,7 @@ class TaggedCall:
         self._name: str | None = None
         self._parameter: str | None = None
         self._value: list[str] = []
-        self._count = 0
+        self._arguments = TypedArguments(call, {})
 
     def take(self, text: str, parts: list[Part]) -> str:
         self._text += text
@@ -243,26 +334,100 @@ class TaggedCall:
             self._parameter, self._text = name.strip(), rest
         elif (name := name.strip()) and self._accepts(name):
             self._name, self._text = name, rest
+            self._arguments = TypedArguments(self._call, self._tools.properties(name))
             parts.append(Part("call", name, self._call))
         else:
             self.broken = True
         return True
 
     def _add(self, raw: str, parts: list[Part]) -> None:
-        assert self._name is not None and self._parameter is not None
-        schema = self._tools.properties(self._name).get(self._parameter)
-        value = _typed(raw.removeprefix("\n").removesuffix("\n"), schema)
-        opening = ", " if self._count else "{"
-        self._count += 1
-        text = f"{opening}{_encoded(self._parameter)}: {_encoded(value)}"
-        parts.append(Part("arguments", text, self._call))
+        assert self._parameter is not None
+        self._arguments.add(self._parameter, raw.removeprefix("\n").removesuffix("\n"), parts)
 
     def _end(self, parts: list[Part]) -> None:
         if self._name is None:
             self.broken = True
             return
-        parts.append(Part("arguments", "}" if self._count else "{}", self._call))
+        self._arguments.end(parts)
         self.done = True
+
+
+class KeyedCall:
+    """A call as the function's name, and two tags for each parameter: its key and its value."""
+
+    def __init__(
+        self, call: int, accepts: Callable[[str], bool], tools: Tools | None = None
+    ) -> None:
+        self.done = self.broken = False
+        self._call, self._accepts, self._tools = call, accepts, tools or Tools()
+        self._text = ""
+        self._named = False
+        self._key: str | None = None
+        self._ends = ""  # the tag that ends the key or the value that is being read
+        self._piece: list[str] = []  # of that key or value
+        self._arguments = TypedArguments(call, {})
+
+    def take(self, text: str, parts: list[Part]) -> str:
+        self._text += text
+        progress = True
+        while progress and not (self.done or self.broken):
+            if not self._named:
+                progress = self._read_name(parts)
+            else:
+                progress = self._read_text(parts) if self._ends else self._read_tag(parts)
+        rest, self._text = self._text, ""
+        if self.done or self.broken:
+            return rest
+        self._text = rest
+        return ""
+
+    def _read_name(self, parts: list[Part]) -> bool:
+        """Read the name, which ends with its line or at a tag."""
+        at, _ = first_mark(self._text, ("<", "\n"))
+        if max(at, len(self._text) if at < 0 else 0) > _LONGEST_HEAD:
+            self.broken = True
+        if at < 0 or self.broken:
+            return False
+        found = self._text[:at].strip()
+        self.broken = not _PLAIN_NAME.fullmatch(found) or not self._accepts(found)
+        if self.broken:
+            return False
+        parts.append(Part("call", found, self._call))
+        self._arguments = TypedArguments(self._call, self._tools.properties(found))
+        self._named, self._text = True, self._text[at:]
+        return True
+
+    def _read_tag(self, parts: list[Part]) -> bool:
+        """Read the tag that begins a key or a value. Return False until all of it is there."""
+        tag, ends = (_KEY, _KEY_END) if self._key is None else (_VALUE, _VALUE_END)
+        # White space between tags would be searched again with every piece.
+        self._text = self._text.lstrip()
+        if self._text.startswith(tag):
+            self._text, self._ends = self._text[len(tag) :], ends
+            return True
+        if tag.startswith(self._text):
+            return False
+        # A key without a value is none: acting on a half of it could do harm.
+        self._arguments.end(parts)
+        self.done = True
+        return True
+
+    def _read_text(self, parts: list[Part]) -> bool:
+        text, tag, rest = self._text.partition(self._ends)
+        if not tag:
+            cut = mark_begins(text, (self._ends,))
+            self._piece.append(text[:cut])
+            self._text = text[cut:]
+            return False
+        found = "".join((*self._piece, text))
+        self._piece.clear()
+        self._text, self._ends = rest, ""
+        if self._key is None:
+            self._key = found.strip()
+        else:
+            self._arguments.add(self._key, found, parts)
+            self._key = None
+        return True
 
 
 def _encoded(value: Any) -> str:

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvflow.serve.http.tools.parts import Part, held_from, joined
+from kvflow.serve.http.tools.parts import Part, first_mark, held_from, joined
 
 
 class ReasoningFormat(NamedTuple):
     """How a family of models marks its reasoning.
 
-    `assumed` says that an answer begins with reasoning if neither it nor the prompt has a tag.
+    `assumed` says that an answer begins with reasoning if neither it nor the prompt has a tag. The
+    reasoning also ends before one of the marks `until`, which begin a tool call. `channels` says
+    that the whole answer consists of messages in channels (see `harmony`). `shows` are texts in a
+    chat template for which the format fits.
     """
 
     name: str
     open: str = "<think>"
     close: str = "</think>"
     assumed: bool = False
+    until: tuple[str, ...] = ()
+    channels: bool = False
+    shows: tuple[str, ...] = ()
 
     def begins_inside(self, prompt_end: str) -> bool:
         """Return True if the answer to a prompt that ends with this text begins with reasoning."""
@@ -26,7 +32,24 @@ class ReasoningFormat(NamedTuple):
 
 REASONING_FORMATS = {
     found.name: found
-    for found in (ReasoningFormat("qwen3"), ReasoningFormat("deepseek_r1", assumed=True))
+    for found in (
+        ReasoningFormat("qwen3", shows=("</think>",)),
+        ReasoningFormat("deepseek_r1", assumed=True),
+        ReasoningFormat("deepseek_v3"),
+        ReasoningFormat(
+            "kimi_k2",
+            until=("<|tool_calls_section_begin|>",),
+            shows=("</think>", "<|tool_calls_section_begin|>"),
+        ),
+        ReasoningFormat("glm45", until=("<tool_call>",), shows=("</think>", "<arg_key>")),
+        ReasoningFormat(
+            "gpt_oss",
+            open="<|channel|>analysis<|message|>",
+            close="<|end|>",
+            channels=True,
+            shows=("<|channel|>analysis", "<|channel|>final"),
+        ),
+    )
 }
 PROMPT_END = 16  # tokens at the end of a prompt that may contain a tag
 
@@ -85,11 +108,12 @@ class ReasoningParser:
         if self._empty:
             text = text.lstrip()
             self._empty = not text
-        close = self._format.close
-        reasoning, tag, rest = text.partition(close)
-        if tag:
+        marks = (self._format.close, *self._format.until)
+        at, mark = first_mark(text, marks)
+        if mark:
             self._state = "between"
-            return reasoning.rstrip(), rest
-        cut = held_from(text, (close,))
+            rest = text[at:]
+            return text[:at].rstrip(), rest.removeprefix(self._format.close)
+        cut = held_from(text, marks)
         self._held = text[cut:]
         return text[:cut], ""

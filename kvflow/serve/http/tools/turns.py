@@ -47,6 +47,7 @@ async def read_chat(
         formats=formats,
         use=use,
         prompt_end=prompt_end,
+        earlier_calls=sum(len(one.get("tool_calls") or ()) for one in body.messages),
         shows_reasoning=body.include_reasoning is not False,
         streams_reasoning=body.stream_reasoning is not False,
     )
