@@ -71,9 +71,9 @@ _SEPARATOR = "<｜tool▁sep｜>"
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 # V3 and R1 write a type, the separator, the name and a block of code. V3.1 writes the name and the
-# separator.
+# separator, so that a word after it would be no name.
 _DEEPSEEK_HEAD = re.compile(
-    rf"\s*(?:[^<]*{_SEPARATOR}\s*([^\s<`]+)\s*(?:```\w*)?"
+    rf"\s*(?:[^<]*{_SEPARATOR}\s*([^\s<`]+)\s*```\w*|function{_SEPARATOR}\s*([^\s<`]+)"
     rf"|([^\s<`]+)\s*{_SEPARATOR}\s*(?:```\w*)?)\s*"
 )
 _deepseek = functools.partial(

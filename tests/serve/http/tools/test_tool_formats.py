@@ -30,7 +30,7 @@ TOOLS = Tools(
         },
     }
 )
-F = ("call", "f", 0)
+F, G = ("call", "f", 0), ("call", "g", 1)
 
 
 def content(text: str) -> tuple[str, str, int]:
@@ -39,6 +39,23 @@ def content(text: str) -> tuple[str, str, int]:
 
 def arguments(text: str, call: int = 0) -> tuple[str, str, int]:
     return "arguments", text, call
+
+
+DEEPSEEK, DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+KIMI, KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+
+
+def v3(name: str, arguments: str) -> str:
+    block = f"\n```json\n{arguments}\n```"
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}{block}<｜tool▁call▁end｜>"
+
+
+def v31(name: str, arguments: str) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>"
+
+
+def kimi(head: str, arguments: str) -> str:
+    return f"<|tool_call_begin|>{head}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
 
 
 # Format, text, and what it is.
@@ -171,6 +188,90 @@ TEXTS: list[tuple[str, str, list[tuple[str, str, int]]]] = [
         [content(f"[TOOL_CALLS]{'n' * 400}" + "{}")],
     ),
     (
+        "deepseek_v3",
+        f"I look.\n{DEEPSEEK}"
+        + v3("f", '{"x": 1, "s": "``` }"}')
+        + "\n"
+        + v3("g", "{}")
+        # The last mark is missing, as in many answers.
+        + "\n",
+        [content("I look."), F, arguments('{"x": 1, "s": "``` }"}'), G, arguments("{}", 1)],
+    ),
+    (
+        "deepseek_v3",
+        DEEPSEEK + v31("f", '{"x": {"y": "<｜tool▁call▁end｜>"}}') + v31("g", "") + DEEPSEEK_END,
+        [F, arguments('{"x": {"y": "<｜tool▁call▁end｜>"}}'), G, arguments("{}", 1)],
+    ),
+    # No mark of a section, no type, no JSON, and text after a call.
+    ("deepseek_v3", v31("f", "{}") + "`so`", [F, arguments("{}"), content("`so`")]),
+    (
+        "deepseek_v3",
+        f"{DEEPSEEK}function<｜tool▁sep｜>f{{}}{DEEPSEEK_END}",
+        [F, arguments("{}")],
+    ),
+    ("deepseek_v3", DEEPSEEK + v31("f", "[1]"), [content(DEEPSEEK + v31("f", "[1]"))]),
+    ("deepseek_v3", f"{DEEPSEEK} hm{DEEPSEEK_END}", [content(f"{DEEPSEEK} hm{DEEPSEEK_END}")]),
+    ("deepseek_v3", f"{DEEPSEEK}{'n' * 400}", [content(f"{DEEPSEEK}{'n' * 400}")]),
+    # A call that does not end before the next one begins.
+    (
+        "deepseek_v3",
+        "<｜tool▁call▁begin｜>f" + v31("g", '{"x": 1}'),
+        [content("<｜tool▁call▁begin｜>f"), ("call", "g", 0), arguments('{"x": 1}')],
+    ),
+    (
+        "deepseek_v3",
+        DEEPSEEK + v3("f", '{"x": 1').removesuffix("\n```<｜tool▁call▁end｜>"),
+        [F, arguments('{"x": 1')],
+    ),
+    ("deepseek_v3", "a <｜tool▁ca", [content("a <｜tool▁ca")]),
+    (
+        "kimi_k2",
+        f"I look. {KIMI}\n"
+        + kimi("functions.f:0", '{"s": "<|tool_call_end|>"}')
+        + kimi("g:12", " ")
+        + f"\n{KIMI_END}",
+        [content("I look."), F, arguments('{"s": "<|tool_call_end|>"}'), G, arguments("{}", 1)],
+    ),
+    ("kimi_k2", KIMI + kimi("functions.f", '{"x": 1}'), [F, arguments('{"x": 1}')]),
+    (
+        "kimi_k2",
+        KIMI + kimi("no name", "{}") + kimi("g:1", "{}") + KIMI_END,
+        [
+            content(KIMI + kimi("no name", "{}")),
+            ("call", "g", 0),
+            arguments("{}"),
+        ],
+    ),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0", [content("<|tool_call_begin|>functions.f:0")]),
+    (
+        "glm45",
+        "I look.\n<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n<arg_key> s "
+        '</arg_key>\n<arg_value>two\n"lines" </arg_value>\n</tool_call>\n'
+        "<tool_call>g\n</tool_call>",
+        [
+            content("I look."),
+            F,
+            arguments('{"x": 3, "s": "two\\n\\"lines\\" "}'),
+            G,
+            arguments("{}", 1),
+        ],
+    ),
+    # As GLM 4.7 writes it, cut off within a value.
+    (
+        "glm45",
+        "<tool_call>f<arg_key>x</arg_key><arg_value>3</arg_value><arg_key>s</arg_key><arg_value>ha",
+        [F, arguments('{"x": 3')],
+    ),
+    # A tag is missing.
+    (
+        "glm45",
+        "<tool_call>f<arg_key>x</arg_key></tool_call>b",
+        [F, arguments("{}"), content("b")],
+    ),
+    ("glm45", "<tool_call>a b</tool_call>", [content("<tool_call>a b</tool_call>")]),
+    ("glm45", f"<tool_call>{'n' * 400}\n", [content(f"<tool_call>{'n' * 400}\n")]),
+    ("glm45", "<tool_call>f", [content("<tool_call>f")]),
+    (
         "forced",
         '[{"name": "f", "parameters": {"x": 1}},{"name": "g", "parameters": {}}]',
         [F, arguments('{"x": 1}'), ("call", "g", 1), arguments("{}", 1)],
@@ -208,6 +309,9 @@ MARKS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<function=f>"),
         *("<parameter=x>", "</parameter>", "</function>", "[ARGS]", '{"name": "f", '),
+        *(DEEPSEEK, DEEPSEEK_END, "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+        *(KIMI, KIMI_END, "<|tool_call_begin|>", "<|tool_call_end|>", "\n```json\n", "functions."),
+        *("<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
         *('"arguments": ', *'{}"\\ \n;,[]f1<:'),
     ]
 )
