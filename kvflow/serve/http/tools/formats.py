@@ -11,7 +11,14 @@ import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvflow.serve.http.tools.parts import Part, first_mark, held_from, joined
+from kvflow.serve.http.tools.parts import (
+    MAX_SPACE,
+    Part,
+    first_mark,
+    held_from,
+    joined,
+    space_begins,
+)
 from kvflow.serve.http.tools.readers import (
     HeadedCall,
     KeyedCall,
@@ -249,11 +256,12 @@ class ToolParser:
 
     def _begin(self, text: str, parts: list[Part]) -> str:
         start = text.lstrip(self._format.skipped)
-        if not start or self._may_be_mark(start):
+        skipped = len(text) - len(start)
+        if skipped <= MAX_SPACE and (not start or self._may_be_mark(start)):
             self._held = text
             return ""
-        if start.startswith("{"):
-            return self._opening(text[: len(text) - len(start)], start)
+        if skipped <= MAX_SPACE and start.startswith("{"):
+            return self._opening(text[:skipped], start)
         self._state = "text"
         return text
 
@@ -264,7 +272,7 @@ class ToolParser:
     def _text(self, text: str, parts: list[Part]) -> str:
         at, mark = first_mark(text, self._format.opens)
         if mark:
-            content, end = text[:at].rstrip(), at + len(mark)
+            content, end = text[: space_begins(text, at)], at + len(mark)
             parts.append(Part("content", content))
             return self._opening(text[len(content) : end], text[end:])
         cut = held_from(text, self._format.opens)

@@ -14,7 +14,7 @@ from kvflow.serve.http.tools.parts import Part, first_mark, joined, mark_begins
 from kvflow.serve.http.tools.readers import Reader, Tools
 
 _MESSAGE, _START, _CHANNEL = "<|message|>", "<|start|>", "<|channel|>"
-_BEGINNINGS = (_START, _CHANNEL, _MESSAGE, "to=", "<|constrain|>")
+_BEGINNINGS = (_CHANNEL, _MESSAGE, "to=", "<|constrain|>", *HARMONY_ENDS)
 _LONGEST_HEADER = 512  # characters, with the mark that ends it
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<{]+)")

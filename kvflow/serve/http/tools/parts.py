@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+MAX_SPACE = 1024  # characters of white space next to a call or reasoning that are no text
 Kind = Literal["content", "reasoning", "call", "arguments"]
 
 
@@ -52,7 +53,16 @@ def held_from(text: str, marks: Sequence[str]) -> int:
     That end is the beginning of a mark, with the white space before it. It is empty if the text
     cannot continue as a mark.
     """
-    return len(text[: mark_begins(text, marks)].rstrip())
+    return space_begins(text, mark_begins(text, marks))
+
+
+def space_begins(text: str, end: int) -> int:
+    """Return where the white space before `end` begins, or where its last `MAX_SPACE` do.
+
+    White space that is held back is searched again with every token, so it must have a limit.
+    """
+    first = max(0, end - MAX_SPACE)
+    return first + len(text[first:end].rstrip())
 
 
 def mark_begins(text: str, marks: Sequence[str]) -> int:

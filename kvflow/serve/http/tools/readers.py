@@ -314,7 +314,8 @@ class TaggedCall:
 
     def _read_tag(self, parts: list[Part]) -> bool:
         """Read one tag. Return False until all of it is there."""
-        text = self._text.lstrip()
+        # White space between tags would be searched again with every piece.
+        self._text = text = self._text.lstrip()
         tags = (_FUNCTION,) if self._name is None else (_PARAMETER, _FUNCTION_END)
         tag = next((tag for tag in tags if text.startswith(tag)), None)
         if tag is None:
@@ -328,6 +329,9 @@ class TaggedCall:
             self._end(parts)
             return True
         name, end, rest = text[len(tag) :].partition(">")
+        if len(name) > _LONGEST_HEAD:
+            self._end(parts)
+            return True
         if not end:
             return False
         if tag == _PARAMETER:

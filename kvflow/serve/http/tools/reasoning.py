@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvflow.serve.http.tools.parts import Part, first_mark, held_from, joined
+from kvflow.serve.http.tools.parts import (
+    MAX_SPACE,
+    Part,
+    first_mark,
+    held_from,
+    joined,
+    space_begins,
+)
 
 
 class ReasoningFormat(NamedTuple):
@@ -94,12 +101,13 @@ class ReasoningParser:
     def _begin(self, text: str) -> str:
         """Return the text after the tag, or hold it while it may be the beginning of one."""
         start, tag = text.lstrip(), self._format.open
-        if start.startswith(tag):
-            self._state = "reasoning"
-            return start[len(tag) :]
-        if tag.startswith(start):
-            self._held = text
-            return ""
+        if len(text) - len(start) <= MAX_SPACE:
+            if start.startswith(tag):
+                self._state = "reasoning"
+                return start[len(tag) :]
+            if tag.startswith(start):
+                self._held = text
+                return ""
         self._state = "reasoning" if self._inside else "answer"
         return text
 
@@ -113,7 +121,7 @@ class ReasoningParser:
         if mark:
             self._state = "between"
             rest = text[at:]
-            return text[:at].rstrip(), rest.removeprefix(self._format.close)
+            return text[: space_begins(text, at)], rest.removeprefix(self._format.close)
         cut = held_from(text, marks)
         self._held = text[cut:]
         return text[:cut], ""
