@@ -37,7 +37,14 @@ TEMPLATE = """
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% if thinking %}<think>
 {% endif %}{% endif %}"""
-SPECIAL = ("<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>")
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "[TOOL_CALLS]", "<|python_tag|>"),
+    *("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>"),
+    *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_argument_begin|>"),
+    *("<|tool_call_begin|>", "<|tool_call_end|>", "<arg_key>", "</arg_key>"),
+    *("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>"),
+)
 END = "<|im_end|>"
 
 

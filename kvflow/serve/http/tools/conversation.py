@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 
 from kvflow.http.errors import RequestError
+
+
+class Arguments(dict[str, Any]):
+    """The arguments of a call: an object, and its JSON where a template takes it for a text.
+
+    Most templates write the object in the form of their model. DeepSeek's append it to a text.
+    """
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
 
 
 def for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -32,12 +49,13 @@ def for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if not calls:
         del found["tool_calls"]
         return found
-    return {
-        **found,
-        "tool_calls": [
-            _call_for_template(f"{where}.tool_calls[{i}]", one) for i, one in enumerate(calls)
-        ],
-    }
+    found["tool_calls"] = [
+        _call_for_template(f"{where}.tool_calls[{i}]", one) for i, one in enumerate(calls)
+    ]
+    # The template of gpt-oss has another name for reasoning, and refuses it beside content.
+    if not found["content"] and message.get("reasoning_content"):
+        found.setdefault("thinking", message["reasoning_content"])
+    return found
 
 
 def _plain_content(where: str, content: Any) -> str:
@@ -70,7 +88,7 @@ def _call_for_template(where: str, call: Any) -> dict[str, Any]:
     elif arguments is not None and not isinstance(arguments, dict):
         param = f"{where}.function.arguments"
         raise RequestError(f"{param} must be a string of JSON", param=param)
-    return {**call, "function": {**function, "arguments": arguments or {}}}
+    return {**call, "function": {**function, "arguments": Arguments(arguments or {})}}
 
 
 def decoded_arguments(where: str, text: str) -> dict[str, Any]:

@@ -357,6 +357,120 @@ async def test_marks_that_are_special_tokens_are_read() -> None:
         assert answer.choices[0].message.content == 'get_weather[ARGS]{"city": "Bern"}'
 
 
+DEEPSEEK = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>"
+    '{"city": "Bern"}<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+)
+KIMI = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    '<|tool_call_argument_begin|>{"city": "Bern"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+GLM = "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Bern</arg_value>\n</tool_call>"
+HARMONY = (
+    "<|channel|>analysis<|message|>It asks.<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>I look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+    '<|constrain|>json<|message|>{"city": "Bern"}'
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("tools", "reasoning", "answer"),
+    [
+        ("deepseek_v31", "deepseek_v3", f"<think>It asks.</think>I look.{DEEPSEEK}"),
+        # Neither ends its reasoning before the call.
+        ("kimi_k2", "kimi_k2", f"<think>It asks.</think>I look.{KIMI}"),
+        ("kimi_k2", "kimi_k2", f"<think>It asks.{KIMI}"),
+        ("glm47", "glm45", f"\n<think>It asks.\n{GLM}"),
+        ("openai", "openai_gptoss", HARMONY),
+    ],
+)
+async def test_families_whose_marks_are_special_tokens(
+    tools: str, reasoning: str, answer: str, stream: bool
+) -> None:
+    formats = formats_of(tools, reasoning, byte_tokenizer())
+    async with writing(formats) as written, client_of(written) as asked:
+        written.writes(answer)
+        given: Any = {"model": "fake", "messages": CHAT, "tools": [WEATHER, TIME]}
+        if stream:
+            async with asked.chat.completions.stream(**given) as chunks:
+                thoughts = [
+                    getattr(choice.delta, "reasoning_content", None) or ""
+                    async for event in chunks
+                    if event.type == "chunk"
+                    for choice in event.chunk.choices
+                ]
+                found: Any = await chunks.get_final_completion()
+        else:
+            found = await asked.chat.completions.create(**given)
+            thoughts = [found.choices[0].message.reasoning_content]
+        (choice,) = found.choices
+        (call,) = functions(choice.message)
+        text = "I look." if "I look." in answer else None
+        assert ("".join(thoughts), choice.message.content or None) == ("It asks.", text)
+        assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Bern"}')
+        assert choice.finish_reason == "tool_calls"
+        # The model's template writes this id into the next prompt.
+        assert (call.id == "functions.get_weather:0") == (tools == "kimi_k2")
+
+
+async def test_ids_with_a_number_count_the_calls_of_the_chat() -> None:
+    formats = formats_of("kimi_k2", "off", byte_tokenizer())
+    async with writing(formats) as written, client_of(written) as asked:
+        written.writes(KIMI)
+        call: Any = {"name": "get_time", "arguments": "{}"}
+        earlier: Any = [{"id": str(i), "type": "function", "function": call} for i in range(2)]
+        answer = await asked.chat.completions.create(
+            model="fake",
+            messages=[*CHAT, {"role": "assistant", "tool_calls": earlier}],
+            tools=[WEATHER],
+        )
+        (call,) = functions(answer.choices[0].message)
+        assert call.id == "functions.get_weather:2"
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "expected"), [("off", ("", "It asks.\nSo.")), ("gpt-oss", ("It asks.", "So."))]
+)
+async def test_channels_are_read_without_tools(reasoning: str, expected: tuple[str, str]) -> None:
+    formats = formats_of("gpt-oss", reasoning, byte_tokenizer())
+    async with writing(formats) as written, client_of(written) as asked:
+        end = "<|end|><|start|>assistant<|channel|>final<|message|>So."
+        written.writes(f"<|channel|>analysis<|message|>It asks.{end}")
+        answer = await asked.chat.completions.create(model="fake", messages=CHAT)
+        message: Any = answer.choices[0].message
+        assert (getattr(message, "reasoning_content", ""), message.content) == expected
+
+
+async def test_a_forced_call_needs_no_marks_of_a_family() -> None:
+    formats = formats_of("gpt-oss", "gpt-oss", byte_tokenizer())
+    async with writing(formats) as written, client_of(written) as asked:
+        written.writes('[{"name": "get_time", "parameters": {}}]')
+        answer = await asked.chat.completions.create(
+            model="fake", messages=CHAT, tools=[WEATHER, TIME], tool_choice="required"
+        )
+        (call,) = functions(answer.choices[0].message)
+        assert (call.function.name, call.function.arguments) == ("get_time", "{}")
+
+
+async def test_a_template_may_append_arguments_to_a_text() -> None:
+    """DeepSeek's and gpt-oss's do so, and have another name for reasoning."""
+    template = (
+        "{% if tools %}{% endif %}{% for message in messages %}{{ message.content }}"
+        "{% for call in message.tool_calls or [] %}"
+        "{{ message.thinking + call.function.arguments + '!' }}"
+        "{{ call.function.arguments + '!' }}{{ call.function.arguments }}"
+        "{% endfor %}{% endfor %}"
+    )
+    async with writing(formats_of("gpt-oss", "off", byte_tokenizer()), template) as written:
+        written.writes("Fine.")
+        call = {"function": {"name": "get_weather", "arguments": '{"city":"Zürich"}'}}
+        message = {"role": "assistant", "reasoning_content": "why", "tool_calls": [call]}
+        await written.front.post("/v1/chat/completions", {"messages": [*CHAT, message]})
+        found = '{"city": "Zürich"}'
+        assert written.prompt() == f"Weather?why{found}!{found}!{found}"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("more", "reasoning", "content"),
@@ -410,6 +524,10 @@ async def test_a_prompt_that_opens_the_reasoning_needs_no_tag_in_the_answer() ->
         ("{{ tools }}<tool_call><function=name>", "qwen3_coder"),
         ("{{ tools }}[TOOL_CALLS]", "mistral"),
         ("{{ tools }}<|python_tag|>", "llama3_json"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v3"),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi_k2"),
+        ("{{ tools }}<tool_call>{name}<arg_key>", "glm45"),
+        ("{{ tools }}<|channel|>analysis<|channel|>commentary<|channel|>final", "gpt_oss"),
         ("{{ messages }}", None),
     ],
 )
@@ -422,7 +540,9 @@ def test_the_template_tells_the_format(template: str, tools: str | None) -> None
     assert named.tools is not None and named.reasoning is not None
     assert (named.tools.name, named.reasoning.name) == ("hermes", "deepseek_r1")
     thinks = formats_of("auto", "auto", byte_tokenizer(f"{template}</think>"))
-    assert (found.reasoning, thinks.reasoning and thinks.reasoning.name) == (None, "qwen3")
+    own = tools if tools in ("kimi_k2", "glm45", "gpt_oss") else None
+    assert (found.reasoning and found.reasoning.name) == (own if own == "gpt_oss" else None)
+    assert (thinks.reasoning and thinks.reasoning.name) == (own or "qwen3")
 
 
 async def test_tokenize_counts_the_tools(written: Written) -> None:

@@ -6,14 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvflow.serve.http.tools.parts import Part, joined
-from kvflow.serve.http.tools.reasoning import REASONING_FORMATS, ReasoningParser
+from kvflow.serve.http.tools.parts import MAX_SPACE, Part, joined
+from kvflow.serve.http.tools.reasoning import (
+    REASONING_FORMATS,
+    ReasoningFormat,
+    ReasoningParser,
+)
 
 QWEN, R1 = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
 
 
-def read(pieces: list[str], *, inside: bool) -> list[tuple[str, str]]:
-    parser = ReasoningParser(QWEN, inside=inside)
+KIMI = REASONING_FORMATS["kimi_k2"]
+
+
+def read(pieces: list[str], *, inside: bool, form: ReasoningFormat = QWEN) -> list[tuple[str, str]]:
+    parser = ReasoningParser(form, inside=inside)
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return [(part.kind, part.text) for part in joined([*parts, *parser.finish()])]
 
@@ -43,6 +50,29 @@ def test_reasoning_in_every_split(text: str, inside: bool, reasoning: str, conte
     for at in range(1, len(text)):
         assert read([text[:at], text[at:]], inside=inside) == expected
     assert read(list(text), inside=inside) == expected
+
+
+@pytest.mark.parametrize("end", ["", "</think>", "\n</think>\n"])
+def test_a_call_ends_the_reasoning(end: str) -> None:
+    call = "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"
+    text = f"<think>why{end}{call}"
+    expected = [("reasoning", "why"), ("content", call)]
+    assert read([text], inside=False, form=KIMI) == expected
+    for at in range(1, len(text)):
+        assert read([text[:at], text[at:]], inside=False, form=KIMI) == expected
+    assert read(list(text), inside=False, form=KIMI) == expected
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_white_space_has_a_limit(inside: bool) -> None:
+    """White space that is held back is searched again with every token."""
+    space = " " * (MAX_SPACE + 5)
+    text = f"<think>a{space}</think>b"
+    expected = [("reasoning", "a" + " " * 5), ("content", "b")]
+    assert read([text], inside=inside) == read(list(text), inside=inside) == expected
+    text = f"{space}<think>a"
+    expected = [("reasoning" if inside else "content", text.lstrip() if inside else text)]
+    assert read([text], inside=inside) == read(list(text), inside=inside) == expected
 
 
 @given(

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvflow.serve.http.tools.formats import FORCED, TOOL_FORMATS, ToolParser
-from kvflow.serve.http.tools.parts import Part, joined
-from kvflow.serve.http.tools.readers import TaggedCall, Tools
+from kvflow.serve.http.tools.parts import MAX_SPACE, Part, joined
+from kvflow.serve.http.tools.readers import KeyedCall, TaggedCall, Tools
 
 FORMATS = {**TOOL_FORMATS, "forced": FORCED}
 TOOLS = Tools(
@@ -372,15 +372,54 @@ def test_an_unusable_schema_gives_strings(schema: object) -> None:
     assert reader.done and [part.text for part in parts] == ["f", '{"x": "a b"', "}"]
 
 
-def test_a_long_value_is_searched_once() -> None:
+@pytest.mark.parametrize("form", sorted(FORMATS))
+def test_white_space_that_is_held_back_has_a_limit(form: str) -> None:
+    """White space that is held back is searched again with every token."""
+    parser = ToolParser(FORMATS[form], TOOLS)
+    space, found = " " * (3 * MAX_SPACE), parser.feed("a")
+    for character in space:
+        found += parser.feed(character)
+        assert len(parser._held) <= MAX_SPACE
+    assert joined([*found, *parser.finish()]) == [content("a" + space)]
+    assert read(form, [space]) == read(form, list(space)) == [content(space)]
+    for mark in FORMATS[form].opens[:1]:
+        text = f"a{space}{mark}"
+        assert read(form, [text]) == read(form, list(text)) == [content(text)]
+
+
+def test_most_white_space_before_a_call_is_no_text() -> None:
+    text = "a" + " " * (MAX_SPACE + 3) + '<tool_call>{"name": "f"}'
+    expected = [content("a   "), F, arguments("{}")]
+    assert read("hermes", [text]) == read("hermes", list(text)) == expected
+
+
+def test_a_name_that_does_not_end_is_no_name() -> None:
+    name = "n" * 400
+    for text in (f"<tool_call><function={name}", f"<tool_call><function={name}>"):
+        assert read("qwen3_coder", [text]) == read("qwen3_coder", list(text)) == [content(text)]
+    text = f"<tool_call><function=f><parameter={name}>"
+    expected = [F, arguments("{}"), content(f"<parameter={name}>")]
+    assert read("qwen3_coder", [text]) == read("qwen3_coder", list(text)) == expected
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [
+        ("<function=f><parameter=s>", "</parameter></function>"),
+        ("f<arg_key>s</arg_key><arg_value>", "</arg_value></tool_call>"),
+    ],
+)
+def test_a_long_value_is_searched_once(opening: str, closing: str) -> None:
     """Searching a growing text from its beginning again would take quadratic time."""
     found: list[Part] = []
-    call = TaggedCall(0, lambda _: True, TOOLS)
-    call.take("<function=f><parameter=s>", found)
+    kind = TaggedCall if opening.startswith("<") else KeyedCall
+    call = kind(0, lambda _: True, TOOLS)
+    call.take(opening, found)
+    half = closing[:6]
     for _ in range(1000):
-        assert call.take("some text </para", found) == ""
+        assert call.take(f"some text {half}", found) == ""
         assert len(call._text) < 20
-    call.take("meter></function>", found)
+    call.take(closing[6:], found)
     text = "".join(part.text for part in found[1:])
-    assert json.loads(text) == {"s": ("some text </para" * 1000).removesuffix("</para")}
+    assert json.loads(text) == {"s": (f"some text {half}" * 1000).removesuffix(half)}
     assert call.done
