@@ -13,7 +13,7 @@ from kvflow.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from kvflow.http.prompt_fields import PromptIds
 from kvflow.serve.engine.scheduler.params import BadWords, SamplingParams
 from kvflow.serve.http.tools.answers import takes_tools, template_text
-from kvflow.serve.http.tools.conversation import for_template
+from kvflow.serve.http.tools.conversation import for_template, with_arguments_as_text
 
 MAX_BAD_WORDS = 1024
 
@@ -153,9 +153,9 @@ class ThreadedTokenizer:
         self._check_length(len(str(tools)), "tools")
         _check_variables(tokenizer, variables)
 
-        def render() -> PromptIds:
+        def render(chat: list[dict[str, Any]]) -> PromptIds:
             made = tokenizer.apply_chat_template(
-                plain,
+                chat,
                 tools=list(tools) or None,
                 add_generation_prompt=add_generation_prompt,
                 return_dict=True,
@@ -163,10 +163,19 @@ class ThreadedTokenizer:
             )
             return np.array(made["input_ids"], dtype=np.uint32)
 
+        def render_any() -> PromptIds:
+            try:
+                return render(plain)
+            except TypeError:
+                # DeepSeek's templates append the arguments of a call to a text.
+                if all(message.get("tool_calls") is None for message in plain):
+                    raise
+                return render(with_arguments_as_text(plain))
+
         # A template is code that comes with the model. On unexpected messages, it may raise any of
         # these errors.
         try:
-            return await self._thread.ask(render)
+            return await self._thread.ask(render_any)
         except RecursionError:
             raise RequestError(
                 "messages: they are nested too deep for the chat template", param="messages"

@@ -3,27 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from kvflow.http.errors import RequestError
-
-
-class Arguments(dict[str, Any]):
-    """The arguments of a call: an object, and its JSON where a template takes it for a text.
-
-    Most templates write the object in the form of their model. DeepSeek's append it to a text.
-    """
-
-    def __str__(self) -> str:
-        return json.dumps(self, ensure_ascii=False)
-
-    def __add__(self, other: str) -> str:
-        return str(self) + other
-
-    def __radd__(self, other: str) -> str:
-        return other + str(self)
 
 
 def for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -49,13 +34,12 @@ def for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
     if not calls:
         del found["tool_calls"]
         return found
-    found["tool_calls"] = [
-        _call_for_template(f"{where}.tool_calls[{i}]", one) for i, one in enumerate(calls)
-    ]
-    # The template of gpt-oss has another name for reasoning, and refuses it beside content.
-    if not found["content"] and message.get("reasoning_content"):
-        found.setdefault("thinking", message["reasoning_content"])
-    return found
+    return {
+        **found,
+        "tool_calls": [
+            _call_for_template(f"{where}.tool_calls[{i}]", one) for i, one in enumerate(calls)
+        ],
+    }
 
 
 def _plain_content(where: str, content: Any) -> str:
@@ -88,7 +72,23 @@ def _call_for_template(where: str, call: Any) -> dict[str, Any]:
     elif arguments is not None and not isinstance(arguments, dict):
         param = f"{where}.function.arguments"
         raise RequestError(f"{param} must be a string of JSON", param=param)
-    return {**call, "function": {**function, "arguments": Arguments(arguments or {})}}
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def with_arguments_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of `for_template` with the arguments of calls as JSON."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if "tool_calls" in message
+        else message
+        for message in messages
+    ]
+
+
+def _with_text(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def decoded_arguments(where: str, text: str) -> dict[str, Any]:

@@ -454,21 +454,23 @@ async def test_a_forced_call_needs_no_marks_of_a_family() -> None:
 
 
 async def test_a_template_may_append_arguments_to_a_text() -> None:
-    """DeepSeek's and gpt-oss's do so, and have another name for reasoning."""
+    """DeepSeek's templates do."""
     template = (
         "{% if tools %}{% endif %}{% for message in messages %}{{ message.content }}"
         "{% for call in message.tool_calls or [] %}"
-        "{{ message.thinking + call.function.arguments + '!' }}"
-        "{{ call.function.arguments + '!' }}{{ call.function.arguments }}"
-        "{% endfor %}{% endfor %}"
+        "{{ call.function.name + call.function.arguments + LAST }}{% endfor %}{% endfor %}"
     )
-    async with writing(formats_of("gpt-oss", "off", byte_tokenizer()), template) as written:
-        written.writes("Fine.")
-        call = {"function": {"name": "get_weather", "arguments": '{"city":"Zürich"}'}}
-        message = {"role": "assistant", "reasoning_content": "why", "tool_calls": [call]}
-        await written.front.post("/v1/chat/completions", {"messages": [*CHAT, message]})
-        found = '{"city": "Zürich"}'
-        assert written.prompt() == f"Weather?why{found}!{found}!{found}"
+    call = {"function": {"name": "get_weather", "arguments": '{"city":"Zürich"}'}}
+    body = {"messages": [*CHAT, {"role": "assistant", "tool_calls": [call]}]}
+    for last, ends in (("'!'", '{"city": "Zürich"}!'), ("1", None)):
+        async with writing(template=template.replace("LAST", last)) as written:
+            written.writes("Fine.")
+            if ends is None:
+                error = await written.front.refused(400, "/v1/chat/completions", body)
+                assert "the chat template refused" in error["message"]
+            else:
+                await written.front.post("/v1/chat/completions", body)
+                assert written.prompt() == f"Weather?get_weather{ends}"
 
 
 @pytest.mark.parametrize("stream", [False, True])
