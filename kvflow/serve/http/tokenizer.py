@@ -13,7 +13,11 @@ from kvflow.http.errors import CONTEXT_LENGTH_EXCEEDED, RequestError
 from kvflow.http.prompt_fields import PromptIds
 from kvflow.serve.engine.scheduler.params import BadWords, SamplingParams
 from kvflow.serve.http.tools.answers import takes_tools, template_text
-from kvflow.serve.http.tools.conversation import for_template, with_arguments_as_text
+from kvflow.serve.http.tools.conversation import (
+    for_template,
+    with_arguments_as_text,
+    with_one_text,
+)
 
 MAX_BAD_WORDS = 1024
 
@@ -147,7 +151,10 @@ class ThreadedTokenizer:
             raise RequestError(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
-        if tools and not takes_tools(template_text(tokenizer)):
+        template = template_text(tokenizer)
+        if "message.thinking" in template:
+            plain = [with_one_text(message) for message in plain]
+        if tools and not takes_tools(template):
             raise RequestError("tools: this model's chat template takes none", param="tools")
         self._check_length(sum(map(_characters, plain)), "messages")
         self._check_length(len(str(tools)), "tools")

@@ -75,6 +75,17 @@ def _call_for_template(where: str, call: Any) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments or {}}}
 
 
+def with_one_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message of `for_template` with its content at the end of its reasoning, if it calls.
+
+    The template of gpt-oss writes either of them before a call, and refuses both.
+    """
+    content, reasoning = message["content"], message.get("reasoning_content")
+    if not content or not isinstance(reasoning, str) or "tool_calls" not in message:
+        return message
+    return {**message, "content": "", "reasoning_content": f"{reasoning}\n{content}"}
+
+
 def with_arguments_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages of `for_template` with the arguments of calls as JSON."""
     return [

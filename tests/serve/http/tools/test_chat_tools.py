@@ -453,6 +453,31 @@ async def test_a_forced_call_needs_no_marks_of_a_family() -> None:
         assert (call.function.name, call.function.arguments) == ("get_time", "{}")
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({"content": "I look.", "reasoning_content": "why"}, "why\nI look."),
+        ({"content": "I look."}, "I look."),
+        ({"reasoning_content": "why"}, "why"),
+    ],
+)
+async def test_a_template_may_refuse_content_beside_reasoning(
+    more: dict[str, Any], expected: str
+) -> None:
+    """The template of gpt-oss does, in a message with a call."""
+    template = (
+        "{% if tools %}{% endif %}{% for message in messages %}"
+        "{% if message.content and message.thinking %}{{ raise_exception('both') }}{% endif %}"
+        "{{ message.content or message.thinking }}{% endfor %}"
+    )
+    async with writing(template=template) as written:
+        written.writes("Fine.")
+        calls = [{"function": {"name": "get_weather", "arguments": "{}"}}]
+        message = {"role": "assistant", "tool_calls": calls, **more}
+        await written.front.post("/v1/chat/completions", {"messages": [message]})
+        assert written.prompt() == expected
+
+
 async def test_a_template_may_append_arguments_to_a_text() -> None:
     """DeepSeek's templates do."""
     template = (
