@@ -107,12 +107,17 @@ class HarmonyParser:
     def _read_header(self, text: str, parts: list[Part]) -> str:
         at, mark = _end_of_header(text[:_LONGEST_HEADER])
         header = text[:at] if mark else text
-        if not _may_be_header(header) or (not mark and len(text) >= _LONGEST_HEADER):
+        if not _may_be_header(header):
             self._begin("content")
             return text
-        if not mark:
+        if not mark and len(text) < _LONGEST_HEADER:
             self._held = text
             return ""
+        if not mark:
+            # This may begin with a mark, which would begin the same header again.
+            self._begin("content")
+            self._add(text[:_LONGEST_HEADER], parts)
+            return text[_LONGEST_HEADER:]
         if mark == _MESSAGE:
             self._open(header, parts)
         elif header.strip():

@@ -69,6 +69,7 @@ TEXTS: list[tuple[str, list[tuple[str, str, int]]]] = [
     ("<|channel|>analys", [content("<|channel|>analys")]),
     (f"{ANALYSIS}a{NEXT}", [reasoning("a"), content("<|start|>assistant")]),
     (f"<|channel|>{'n' * 600}{FINAL}", [content(f"<|channel|>{'n' * 600}{FINAL}")]),
+    (f"<|start|>{'n' * 600}{NEXT}{FINAL}a", [content(f"<|start|>{'n' * 600}\na")]),
     # Messages that end within their headers.
     (f"<|channel|>final So.{NEXT}{FINAL}a", [content("<|channel|>final So.\na")]),
     (f"<|channel|>final So.<|start|>assistant{FINAL}a", [content("<|channel|>final So.\na")]),
@@ -159,6 +160,13 @@ def test_a_prompt_may_begin_the_reasoning() -> None:
     assert read([f"a{NEXT}{FINAL}b"], inside=True) == [reasoning("a"), content("b")]
 
 
+@pytest.mark.parametrize(("text", "reasons"), [(f"{ANALYSIS}a", True), (f"{FINAL}a", False)])
+def test_reasoning_is_counted(text: str, reasons: bool) -> None:
+    parser = HarmonyParser(None, TOOLS)
+    parser.feed(text)
+    assert parser.reasons == reasons
+
+
 def test_calls_that_no_one_reads_are_text() -> None:
     parser = HarmonyParser(None, Tools())
     text = call("f", "{}")
@@ -169,9 +177,9 @@ def test_calls_that_no_one_reads_are_text() -> None:
 
 def test_parts_arrive_piece_by_piece() -> None:
     parser = HarmonyParser(TOOL_FORMATS["gpt_oss"], TOOLS)
-    assert parser.feed(f"{ANALYSIS}a ") == [reasoning("a ")] and parser.reasons
+    assert parser.feed(f"{ANALYSIS}a ") == [reasoning("a ")]
     assert parser.feed("b<|e") == [reasoning("b")]
-    assert parser.feed(f"nd|><|start|>assistant{FINAL}c") == [content("c")] and not parser.reasons
+    assert parser.feed(f"nd|><|start|>assistant{FINAL}c") == [content("c")]
     assert parser.feed("<|end|><|start|>assistant") == []
     assert parser.feed(call("f", '{"x')[:-8]) == [F, arguments('{"x')]
     assert parser.feed('": 1}') == [arguments('": 1}')]
