@@ -107,7 +107,7 @@ class HarmonyParser:
     def _read_header(self, text: str, parts: list[Part]) -> str:
         at, mark = _end_of_header(text[:_LONGEST_HEADER])
         header = text[:at] if mark else text
-        if not _may_be_header(header):
+        if not _may_be_header(header, complete=bool(mark)):
             self._begin("content")
             return text
         if not mark and len(text) < _LONGEST_HEADER:
@@ -187,8 +187,9 @@ def _end_of_header(text: str) -> tuple[int, str]:
     return (again, _START) if again >= 0 and (not mark or again < at) else (at, mark)
 
 
-def _may_be_header(text: str) -> bool:
+def _may_be_header(text: str, *, complete: bool) -> bool:
+    """Return True if `text` is a header, or can become one where it is not `complete`."""
     start = text.lstrip()
     return not start or any(
-        start.startswith(mark) or mark.startswith(start) for mark in _BEGINNINGS
+        start.startswith(mark) or (not complete and mark.startswith(start)) for mark in _BEGINNINGS
     )

@@ -64,6 +64,7 @@ TEXTS: list[tuple[str, list[tuple[str, str, int]]]] = [
     # No header, and one that is cut off or longer than any.
     ("to be or not", [content("to be or not")]),
     ("  ", [content("  ")]),
+    ("<<|message|>a", [content("<<|message|>a")]),
     (f"{FINAL}a<|end|>\n", [content("a")]),
     (f"{FINAL}a<|end|>b", [content("a\nb")]),
     ("<|channel|>analys", [content("<|channel|>analys")]),
@@ -133,7 +134,7 @@ PIECES = st.sampled_from(
             "to=",
             "json",
         ),
-        *('{"x": ', *' \n{}"<|>ab1', "n" * 300),
+        *('{"x": ', *' \n{}"<|>ab1', "n" * 300, "n" * 600),
     ]
 )
 
