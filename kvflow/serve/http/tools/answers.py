@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from kvflow.http.errors import RequestError
+from kvflow.protocols.errors import MisuseError
 from kvflow.serve.http.tools.choice import NO_TOOLS, ToolUse
 from kvflow.serve.http.tools.formats import FORCED, TOOL_FORMATS, ToolFormat, ToolParser
 from kvflow.serve.http.tools.harmony import HarmonyParser
@@ -56,7 +57,10 @@ PLAIN = OutputFormats()
 
 
 def formats_of(tool_parser: str, reasoning_parser: str, tokenizer: Any) -> OutputFormats:
-    """Return the formats of these names. "off" is none, and "auto" fits the chat template."""
+    """Return the formats of these names. "off" is none, and "auto" fits the chat template.
+
+    Raises: MisuseError if only one of them has channels, which mark calls and reasoning alike.
+    """
     template = template_text(tokenizer)
     tools = TOOL_FORMATS.get(_OTHER_NAMES.get(tool_parser, tool_parser))
     if tool_parser == "auto":
@@ -64,6 +68,9 @@ def formats_of(tool_parser: str, reasoning_parser: str, tokenizer: Any) -> Outpu
     reasoning = REASONING_FORMATS.get(_OTHER_NAMES.get(reasoning_parser, reasoning_parser))
     if reasoning_parser == "auto":
         reasoning = _fitting(REASONING_FORMATS.values(), template)
+    if tools is not None and reasoning is not None and tools.channels != reasoning.channels:
+        text = f"--reasoning-parser {reasoning.name} does not fit --tool-call-parser {tools.name}"
+        raise MisuseError(f"{text}: gpt_oss marks both by channels")
     return OutputFormats(tools, reasoning)
 
 

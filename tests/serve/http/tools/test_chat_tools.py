@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from kvflow.protocols.errors import MisuseError
 from kvflow.serve.http.tools.answers import formats_of
 from tests.fakes.service import Role
 from tests.fakes.written import SPECIAL, TEMPLATE, Written, byte_tokenizer, writing
@@ -570,6 +571,12 @@ def test_the_template_tells_the_format(template: str, tools: str | None) -> None
     own = tools if tools in ("kimi_k2", "glm45", "gpt_oss") else None
     assert (found.reasoning and found.reasoning.name) == (own if own == "gpt_oss" else None)
     assert (thinks.reasoning and thinks.reasoning.name) == (own or "qwen3")
+
+
+@pytest.mark.parametrize("names", [("gpt_oss", "qwen3"), ("hermes", "gpt_oss")])
+def test_channels_mark_calls_and_reasoning_alike(names: tuple[str, str]) -> None:
+    with pytest.raises(MisuseError, match=f"{names[1]} does not fit --tool-call-parser {names[0]}"):
+        formats_of(*names, byte_tokenizer())
 
 
 async def test_tokenize_counts_the_tools(written: Written) -> None:
