@@ -155,7 +155,8 @@ def refusals_are_the_errors_of_the_client() -> None:
 
     refused(anthropic.NotFoundError, asking(model=UNKNOWN), UNKNOWN)
     bad = {"format": {"type": "json_schema", "schema": UNKNOWN_TYPE}}
-    refused(anthropic.BadRequestError, asking(output_config=bad), "nothing")
+    error = refused(anthropic.BadRequestError, asking(output_config=bad), "nothing")
+    assert error.type == "invalid_request_error" and error.request_id
     long = [{"role": "user", "content": TOO_LONG}]
     refused(anthropic.BadRequestError, asking(messages=long), TOO_LONG_TEXT, LIMIT)
     refused(anthropic.BadRequestError, asking(extra_body={"temperature": -1}), "temperature")

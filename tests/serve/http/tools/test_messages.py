@@ -311,29 +311,6 @@ async def test_a_leg_that_fails_alone_answers_in_that_form(written: Written) -> 
         assert found[:2] == (500, "api_error") and "no step" in found.message
 
 
-async def test_the_official_client_raises_its_own_exceptions(written: Written) -> None:
-    anthropic = pytest.importorskip("anthropic")
-    url = written.front.url
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
-        with pytest.raises(anthropic.BadRequestError, match="web_search") as refusal:
-            await client.messages.create(
-                **{**ASKED, "tools": [{"type": "web_search", "name": "a"}]}
-            )
-        assert refusal.value.type == "invalid_request_error" and refusal.value.request_id
-        with pytest.raises(anthropic.NotFoundError, match="'other' is not served"):
-            await client.messages.count_tokens(model="other", messages=ASKED["messages"])
-        written.writes("It rains.")
-        written.decode.service.fail_after = 3
-        with pytest.raises(anthropic.APIStatusError, match="step failed") as failed:
-            async with client.messages.stream(**ASKED) as stream:
-                await stream.get_final_message()
-        assert failed.value.type == "api_error"
-        written.decode.service.fail_after = None
-        written.front.router.stop()
-        with pytest.raises(anthropic.InternalServerError, match="shutting down"):
-            await client.messages.create(**ASKED)
-
-
 async def test_a_stream_that_fails_ends_with_the_event_that_its_clients_read(
     written: Written,
 ) -> None:
