@@ -143,9 +143,10 @@ async def _checked(
     trace: Trace, profile: Profile, shape: tuple[int, int], most_s: float, flags: list[str]
 ) -> dict[str, Any]:
     """Play the trace on a real fleet, beside the simulation of the same fleet."""
-    from kvflow.plan.fleet import Fleets, play  # it loads what starts servers
+    from kvflow.plan.fleet import Fleets, play, warm_up  # it loads what starts servers
 
     async with Fleets(flags).started(*shape) as fleet:
+        await warm_up(fleet)
         _say(f"playing {len(trace.requests)} requests on {shape[0]} prefills, {shape[1]} decodes")
         before = fleet.cpu_times_s()
         real = Figures(await play(fleet, trace, most_s))

@@ -28,6 +28,9 @@ from kvflow.serve.launch.supervisor import Fleet
 # Ids of prompts stay below this, so that they are in the vocabulary of any model.
 _VOCABULARY = 256
 _FIRST_ID = 3
+# Prompts that warm a fleet up, and a salt that no trace and no measurement has.
+_WARMING = 4
+_WARMING_SALT = 1 << 40
 CpuTimes = tuple[Mapping[str, float], Mapping[str, float]]
 
 
@@ -197,6 +200,22 @@ def prompt_of(request: Request, block_tokens: int, salt: int = 0) -> list[int]:
     ]
     found: list[int] = np.concatenate(blocks)[: request.prompt_tokens].tolist()
     return found
+
+
+async def warm_up(fleet: Started) -> None:
+    """Let the workers meet and compute a whole step, before anything is timed.
+
+    Raises: KvflowError if the fleet does not answer.
+    """
+    sizes = fleet.sizes
+    tokens = max(
+        1, min(sizes.chunk_tokens, sizes.max_model_len // 2, sizes.prefill_pool // _WARMING)
+    )
+    prompts = [
+        prompt_of(Request(0, tokens, _WARMING, (number,)), tokens, _WARMING_SALT)
+        for number in range(_WARMING)
+    ]
+    await asyncio.gather(*(fleet.ask(ids, _WARMING) for ids in prompts))
 
 
 async def play(fleet: Started, trace: Trace, most_s: float) -> list[Outcome]:

@@ -6,14 +6,14 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing
 
 import numpy as np
 
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
-from kvflow.plan.fleet import Played, Started, prompt_of
+from kvflow.plan.fleet import Played, Started, prompt_of, warm_up
 from kvflow.plan.profile import Profile, Prompted, Sizes, Stepped
 from kvflow.plan.trace import Request
 from kvflow.protocols.errors import MisuseError
@@ -21,8 +21,10 @@ from kvflow.protocols.pages.layout import opaque_layout
 
 BATCHES = (1, 2, 4, 8, 16, 32)
 _SHORT_TOKENS = 32
-_NEW_TOKENS = 96
-_TURNS = 3
+_NEW_TOKENS, _FEW_TOKENS = 96, 3
+_TURNS, _MOST_TURNS = 3, 6
+_CLOSE = 1.05
+_PAUSE_S = 0.25
 _BURST = 24
 _STREAMS = 4
 _TRANSFER_BYTES = 64 << 20
@@ -37,26 +39,23 @@ async def measure(fleet: Started, plane: str, say: Say) -> Profile:
     """
     sizes, asker = fleet.sizes, _Asker(fleet)
     batches = batches_of(sizes)
-    await asker.at_once([_SHORT_TOKENS] * 4, 8)  # to warm up
+    await warm_up(fleet)
     prompts = []
     for tokens in lengths_of(sizes):
-        # The fastest turn is the one that other processes of the machine disturbed least.
-        seconds = min([(await asker.at_once([tokens], 1))[0].first_s for _ in range(_TURNS)])
-        prompts.append(Prompted(tokens, 1, seconds))
+        prompts.append(await _prompted(asker, tokens, 1))
         say(f"prompt of {tokens} tokens: {prompts[-1].seconds * 1e3:.1f} ms")
-    burst = [
-        max(one.end_s for one in await asker.at_once([_SHORT_TOKENS] * _BURST, 1))
-        for _ in range(_TURNS)
-    ]
-    prompts.append(Prompted(_SHORT_TOKENS, _BURST, min(burst)))
-    say(f"{_BURST} prompts of {_SHORT_TOKENS} at once: {prompts[-1].seconds * 1e3:.1f} ms")
+    for tokens, requests in groups_of(sizes):
+        prompts.append(await _prompted(asker, tokens, requests))
+        say(f"{requests} prompts of {tokens} at once: {prompts[-1].seconds * 1e3:.1f} ms")
     steps = [await _steps(asker, batch, _SHORT_TOKENS, sizes) for batch in batches]
     long = min(sizes.max_model_len // 2, sizes.decode_pool // 8 - _NEW_TOKENS)
     if long > 4 * (_SHORT_TOKENS + _NEW_TOKENS):
         steps.append(await _steps(asker, 4, long, sizes))
     for step in steps:
         say(f"decode step of {step.batch}, context {step.context:g}: {step.seconds * 1e3:.2f} ms")
-    beside = min([await _beside(asker, sizes) for _ in range(2)], key=sum)
+    answer_s = await _answer_s(asker, steps[0].seconds)
+    say(f"an answer beside its steps: {answer_s * 1e3:.1f} ms")
+    beside = await _beside(asker, sizes)
     say(f"on one machine, prefill takes {beside[0]:.2f} times, and decode {beside[1]:.2f} times")
     bytes_s = await transfer_bytes_s(sizes, plane)
     say(f"transfer over {plane}: {bytes_s / 1e9:.2f} GB/s")
@@ -68,6 +67,7 @@ async def measure(fleet: Started, plane: str, say: Say) -> Profile:
         sizes=sizes,
         prompts=prompts,
         steps=steps,
+        answer_s=answer_s,
         transfer_bytes_s=bytes_s,
         beside_decode=beside[0],
         beside_prefill=beside[1],
@@ -93,6 +93,32 @@ def lengths_of(sizes: Sizes) -> list[int]:
     return sorted({tokens for tokens in wanted if 1 <= tokens <= min(most, 8 * chunk)})
 
 
+def groups_of(sizes: Sizes) -> list[tuple[int, int]]:
+    """Return the tokens and the number of prompts that are sent at once.
+
+    They are short ones, and as many whole chunks as a step computes, if the pools hold them.
+    """
+    chunk = sizes.chunk_tokens
+    chunks = min(max(2, sizes.batch_tokens // chunk), _BURST)
+    found = [(_SHORT_TOKENS, _BURST)]
+    if chunk < sizes.max_model_len and chunks * chunk < min(sizes.prefill_pool, sizes.decode_pool):
+        found.append((chunk, chunks))
+    return found
+
+
+async def fastest_s(turn: Callable[[], Awaitable[float]]) -> float:
+    """Return the shortest time of some turns: other processes disturbed that one least.
+
+    More turns follow until the two shortest are close to each other.
+    """
+    found: list[float] = []
+    while len(found) < _MOST_TURNS:
+        found = sorted([*found, await turn()])
+        if len(found) >= _TURNS and found[1] <= _CLOSE * found[0]:
+            break
+    return found[0]
+
+
 class _Asker:
     """Sends prompts that no cache has."""
 
@@ -107,14 +133,35 @@ class _Asker:
         return await asyncio.gather(*(self._fleet.ask(ids, new_tokens) for ids in found))
 
 
+async def _prompted(asker: _Asker, tokens: int, requests: int) -> Prompted:
+    async def turn() -> float:
+        # Requests of a trace find workers that rested, which compute their first step slower.
+        await asyncio.sleep(_PAUSE_S)
+        return max(one.first_s for one in await asker.at_once([tokens] * requests, 1))
+
+    return Prompted(tokens, requests, await fastest_s(turn))
+
+
 async def _steps(asker: _Asker, batch: int, tokens: int, sizes: Sizes) -> Stepped:
     """Return the time of a step while `batch` requests run at once."""
     new_tokens = min(_NEW_TOKENS, sizes.max_model_len - tokens)
-    found = []
-    for _ in range(_TURNS):
+
+    async def turn() -> float:
         answers = await asker.at_once([tokens] * batch, new_tokens)
-        found.append(statistics.median(_gap_s(one, new_tokens) for one in answers))
-    return Stepped(batch, tokens + new_tokens / 2, min(found))
+        return statistics.median(_gap_s(one, new_tokens) for one in answers)
+
+    return Stepped(batch, tokens + new_tokens / 2, await fastest_s(turn))
+
+
+async def _answer_s(asker: _Asker, step_s: float) -> float:
+    """Return what an answer takes from its first token to its end, beside its steps."""
+
+    async def turn() -> float:
+        await asyncio.sleep(_PAUSE_S)
+        (played,) = await asker.at_once([_SHORT_TOKENS], _FEW_TOKENS)
+        return played.end_s - played.first_s
+
+    return max(0.0, await fastest_s(turn) - (_FEW_TOKENS - 1) * step_s)
 
 
 def _gap_s(played: Played, new_tokens: int) -> float:
@@ -136,18 +183,22 @@ async def _beside(asker: _Asker, sizes: Sizes) -> tuple[float, float]:
         answers = await asker.at_once([_SHORT_TOKENS] * _STREAMS, streamed)
         return statistics.median(_gap_s(one, streamed) for one in answers)
 
-    alone_s = min([(await asker.at_once([tokens], 1))[0].first_s for _ in range(_TURNS)])
-    step_s = await streams()
-    over = asyncio.Event()
-    prompting = asyncio.create_task(prompts_until(over))
-    try:
-        both_s = await streams()
-    finally:
-        over.set()
-    prompts = await prompting
-    # The last prompt ended beside nothing.
-    first_s = statistics.median(one.first_s for one in prompts[:-1] or prompts)
-    return max(1.0, first_s / alone_s), max(1.0, both_s / step_s)
+    async def prompt() -> float:
+        return (await asker.at_once([tokens], 1))[0].first_s
+
+    alone_s, step_s = await fastest_s(prompt), await fastest_s(streams)
+    firsts, steps = [], []
+    for _ in range(_TURNS):
+        over = asyncio.Event()
+        prompting = asyncio.create_task(prompts_until(over))
+        try:
+            steps.append(await streams())
+        finally:
+            over.set()
+        prompts = await prompting
+        # The last prompt ended beside nothing.
+        firsts.append(statistics.median(one.first_s for one in prompts[:-1] or prompts))
+    return max(1.0, min(firsts) / alone_s), max(1.0, min(steps) / step_s)
 
 
 async def transfer_bytes_s(sizes: Sizes, plane: str) -> float:

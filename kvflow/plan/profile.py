@@ -10,7 +10,7 @@ import numpy as np
 
 from kvflow.protocols.errors import MisuseError
 
-VERSION = 1
+VERSION = 2
 
 
 class Prompted(msgspec.Struct, frozen=True):
@@ -52,6 +52,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sizes: Sizes
     prompts: list[Prompted]
     steps: list[Stepped]
+    answer_s: float
+    """What an answer takes beside its steps, from its first token to its end."""
     transfer_bytes_s: float
     beside_decode: float
     """Time of a prefill step while a decode of the same machine steps; 1 = as if it were alone."""
@@ -89,27 +91,26 @@ class StepTimes:
     """Times of prefill steps and decode steps, fitted to the points of a profile.
 
     A prefill step takes `base_s`, `token_s` for each of its tokens and `pair_s` for each pair of a
-    token and one that it attends to. A request waits `request_s` before it is queued, and keeps the
-    prefill busy for `busy_s`. A decode step takes what was measured for its batch, interpolated,
-    and `context_s` for each token more of context.
+    token and one that it attends to. A request waits `request_s` before it arrives, and keeps the
+    event loop of its prefill busy for `busy_s`. A decode step takes what was measured for its
+    batch, interpolated, and `context_s` for each token more of context.
     """
 
     def __init__(self, profile: Profile) -> None:
         sizes = profile.sizes
-        alone = [point for point in profile.prompts if point.requests == 1]
         self.transfer_bytes_s, self._token_bytes = profile.transfer_bytes_s, sizes.token_bytes
+        self.answer_s = profile.answer_s
         rows, seconds = [], []
-        for point in alone:
-            chunks = list(chunks_of(point.prompt_tokens, sizes.chunk_tokens))
-            rows.append(
-                (1.0, len(chunks), point.prompt_tokens, sum(_pairs(n, at) for n, at in chunks))
-            )
-            seconds.append(point.seconds - self.transfer_s(chunks[-1][0]))
+        for point in profile.prompts:
+            steps = list(steps_of(point, sizes.chunk_tokens, sizes.batch_tokens))
+            every = [row for step in steps for row in step]
+            pairs = sum(_pairs(count, before) for count, before in every)
+            tokens = point.requests * point.prompt_tokens
+            rows.append((1.0, point.requests, len(steps), tokens, pairs))
+            seconds.append(point.seconds - self.transfer_s(sum(count for count, _ in steps[-1])))
         # Errors count relative to the time, or the longest prompts alone would decide.
         fit = non_negative_fit(np.array(rows, float), np.array(seconds))
-        self.request_s, self.base_s, self.token_s, self.pair_s = map(float, fit)
-        self.busy_s = self._busy_s(profile)
-        self.request_s = max(0.0, self.request_s - self.busy_s)
+        self.request_s, self.busy_s, self.base_s, self.token_s, self.pair_s = map(float, fit)
         short = [point for point in profile.steps if point.context <= _reference(profile)]
         self._reference = _reference(profile)
         self._batches = [float(point.batch) for point in short]
@@ -140,20 +141,6 @@ class StepTimes:
         slope = max(0.0, (ys[-1] - ys[-2]) / (xs[-1] - xs[-2]))
         return ys[-1] + slope * (batch - xs[-1])
 
-    def _busy_s(self, profile: Profile) -> float:
-        """Return what a request costs the prefill beside its steps, from prompts sent at once."""
-        found = []
-        for point in profile.prompts:
-            if point.requests > 1:
-                per_step = max(1, profile.sizes.batch_tokens // point.prompt_tokens)
-                steps_s, left = 0.0, point.requests
-                while left:
-                    count = min(left, per_step)
-                    steps_s += self.prefill_step_s([(point.prompt_tokens, 0)] * count)
-                    left -= count
-                found.append((point.seconds - self.request_s - steps_s) / point.requests)
-        return max(0.0, float(np.median(found))) if found else 0.0
-
     def _context_s(self, profile: Profile) -> float:
         found = [
             (point.seconds - self._of_batch(point.batch))
@@ -169,10 +156,22 @@ def _reference(profile: Profile) -> float:
     return min(point.context for point in profile.steps) * 1.5
 
 
-def chunks_of(tokens: int, chunk: int) -> Iterable[tuple[int, int]]:
-    """Yield the size of each chunk of a prompt, and the tokens before it."""
-    for start in range(0, tokens, chunk):
-        yield min(chunk, tokens - start), start
+def steps_of(point: Prompted, chunk: int, batch: int) -> Iterable[list[tuple[int, int]]]:
+    """Yield the rows of each prefill step of prompts that arrive at once, as the engine picks them.
+
+    A row is a number of tokens, and that of the tokens of its prompt before them.
+    """
+    computed = [0] * point.requests
+    while True:
+        rows, left = [], batch
+        for at, before in enumerate(computed):
+            count = min(chunk, left, point.prompt_tokens - before)
+            if count:
+                rows.append((count, before))
+                computed[at], left = before + count, left - count
+        if not rows:
+            return
+        yield rows
 
 
 def _pairs(count: int, before: int) -> float:

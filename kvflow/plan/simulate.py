@@ -2,10 +2,11 @@
 
 The rules, in simple form. The router sends a request to the prefill that has most of its prompt,
 unless that one is overloaded, and to the least loaded decode. Decode promises it pages for its
-prompt and for a share of its new tokens, in order of arrival. Then prefill gives it places for its
-whole prompt, in order; a step computes a chunk of each placed prompt, within the tokens of a step.
-Each chunk is sent when it is computed. With the last one landed, decode adds the request to its
-next step, and each step gives every running request one token.
+prompt and for a share of its new tokens, in order of arrival. Prefill's event loop handles all
+requests that have arrived in one turn, so those of a group get into one step. Then prefill gives
+each one places for its whole prompt, in order; a step computes a chunk of each placed prompt,
+within the tokens of a step. Each chunk is sent when it is computed. With the last one landed,
+decode adds the request to its next step, and each step gives every running request one token.
 """
 
 from __future__ import annotations
@@ -112,7 +113,6 @@ class _Running:
     outcome: Outcome
     decode: _Decode
     computed: int = 0
-    is_new: bool = True
 
     @property
     def request(self) -> Request:
@@ -123,44 +123,90 @@ class Sharing(NamedTuple):
     """Factors for the steps of a fleet whose roles share one machine."""
 
     beside_decode: float = 1.0
-    """For a prefill step while a decode steps."""
+    """For a prefill step, as long as a decode steps."""
     beside_prefill: float = 1.0
-    """For a decode step while a prefill computes."""
+    """For a decode step, as long as a prefill computes."""
     prefill: float = 1.0
     """For every prefill step, and what a request costs before it."""
     decode: float = 1.0
-    """For every decode step."""
+    """For every decode step, and what an answer takes beside its steps."""
 
 
 APART = Sharing()
 
 
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A running step. `left_s` remained at `since_s`, if nothing runs beside it."""
+
+    left_s: float
+    since_s: float
+    act: Callable[[], None]
+    rate: float = 1.0
+    timings: int = 0
+
+
+class _Steps:
+    """The running steps of one role.
+
+    They slow down for as long as a step of the other role runs, not only if it ran when they began:
+    a prefill step takes as long as many decode steps.
+    """
+
+    def __init__(self, clock: _Clock, factor: float, beside: float) -> None:
+        self._clock, self._factor, self._beside = clock, factor, beside
+        self._running: list[_Step] = []
+        self._other: _Steps = self
+
+    def pair_with(self, other: _Steps) -> None:
+        self._other, other._other = other, self
+
+    def begin(self, step_s: float, act: Callable[[], None]) -> None:
+        """Call `act` when a step ends that takes `step_s` alone."""
+        step = _Step(step_s * self._factor, self._clock.now_s, act)
+        self._running.append(step)
+        self._time(step)
+        if len(self._running) == 1:
+            self._other._changed()
+
+    def _changed(self) -> None:
+        if self._beside != 1:
+            for step in self._running:
+                self._time(step)
+
+    def _time(self, step: _Step) -> None:
+        now_s = self._clock.now_s
+        step.left_s -= (now_s - step.since_s) * step.rate
+        step.since_s = now_s
+        step.rate = 1 / self._beside if self._other._running else 1.0
+        step.timings += 1
+        self._clock.at(
+            now_s + step.left_s / step.rate, functools.partial(self._end, step, step.timings)
+        )
+
+    def _end(self, step: _Step, timing: int) -> None:
+        if timing != step.timings:  # its end was set anew
+            return
+        self._running.remove(step)
+        if not self._running:
+            self._other._changed()
+        step.act()
+
+
 class _Clock:
-    """Events in order of time, and of their number among equals. It also counts running steps."""
+    """Events in order of time, and of their number among equals."""
 
     def __init__(self, sharing: Sharing) -> None:
         self.now_s = 0.0
-        self.prefill_steps = self.decode_steps = 0
-        self._sharing = sharing
+        self.sharing = sharing
+        self.prefill = _Steps(self, sharing.prefill, sharing.beside_decode)
+        self.decode = _Steps(self, sharing.decode, sharing.beside_prefill)
+        self.prefill.pair_with(self.decode)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
 
     def at(self, time_s: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._numbers), act))
-
-    def after_prefill_step(self, step_s: float, act: Callable[[], None]) -> None:
-        factor = self._sharing.prefill
-        if self.decode_steps:
-            factor *= self._sharing.beside_decode
-        self.prefill_steps += 1
-        self.at(self.now_s + step_s * factor, act)
-
-    def after_decode_step(self, step_s: float, act: Callable[[], None]) -> None:
-        factor = self._sharing.decode
-        if self.prefill_steps:
-            factor *= self._sharing.beside_prefill
-        self.decode_steps += 1
-        self.at(self.now_s + step_s * factor, act)
 
     def run(self) -> None:
         while self._events:
@@ -180,6 +226,8 @@ class _Prefill:
     """Prompts that the router has sent here, by which it chooses."""
     load: int = 0
     peak: int = 0
+    _arrived: list[_Running] = field(default_factory=list)
+    _handles: bool = False
     _waiting: deque[_Running] = field(default_factory=deque)
     _placed: list[_Running] = field(default_factory=list)
     _taken: int = 0
@@ -187,15 +235,31 @@ class _Prefill:
     _line_free_s: float = 0.0
 
     def add(self, running: _Running) -> None:
-        self._waiting.append(running)
+        self._arrived.append(running)
+        # This event comes after all arrivals of the same time.
+        self.clock.at(self.clock.now_s, self._handle)
+
+    def _handle(self) -> None:
+        """Handle what has arrived, in one turn of the event loop, which runs beside the steps."""
+        if self._handles or not self._arrived:
+            return
+        self._handles, some = True, self._arrived
+        self._arrived = []
+        turn_s = len(some) * self.times.busy_s * self.clock.sharing.prefill
+        self.clock.at(self.clock.now_s + turn_s, functools.partial(self._handled, some))
+
+    def _handled(self, some: list[_Running]) -> None:
+        self._handles = False
+        self._waiting.extend(some)
         self._step()
+        self._handle()
 
     def _step(self) -> None:
         if self._busy:
             return
         self._place()
         rows: list[tuple[_Running, int]] = []
-        left, extra_s = self.sizes.batch_tokens, 0.0
+        left = self.sizes.batch_tokens
         for running in self._placed:
             remaining = running.request.prompt_tokens - running.computed
             if not remaining or not left:
@@ -203,13 +267,11 @@ class _Prefill:
             count = min(self.sizes.chunk_tokens, left, remaining)
             rows.append((running, count))
             left -= count
-            if running.is_new:
-                running.is_new, extra_s = False, extra_s + self.times.busy_s
         if not rows:
             return
         self._busy = True
         step_s = self.times.prefill_step_s((count, one.computed) for one, count in rows)
-        self.clock.after_prefill_step(step_s + extra_s, lambda: self._stepped(rows))
+        self.clock.prefill.begin(step_s, lambda: self._stepped(rows))
 
     def _place(self) -> None:
         """Give waiting prompts places, in order, as long as the pool has them."""
@@ -234,7 +296,6 @@ class _Prefill:
 
     def _stepped(self, rows: list[tuple[_Running, int]]) -> None:
         self._busy = False
-        self.clock.prefill_steps -= 1
         for running, count in rows:
             running.computed += count
             start_s = max(self.clock.now_s, self._line_free_s)
@@ -317,11 +378,10 @@ class _Decode:
             return
         self._busy = True
         step_s = self.times.decode_step_s(self._batch, self._context)
-        self.clock.after_decode_step(step_s, self._stepped)
+        self.clock.decode.begin(step_s, self._stepped)
 
     def _stepped(self) -> None:
         self._busy = False
-        self.clock.decode_steps -= 1
         self._steps += 1
         self._context += self._batch
         while self._ending and self._ending[0][0] <= self._steps:
@@ -332,7 +392,10 @@ class _Decode:
         self._step()
 
     def _end(self, running: _Running) -> None:
-        running.outcome.end_s = self.clock.now_s - running.request.at_s
+        outcome = running.outcome
+        outcome.end_s = self.clock.now_s - running.request.at_s
+        if running.request.new_tokens > 1:
+            outcome.end_s += self.times.answer_s * self.clock.sharing.decode
         self._promised -= self._tokens(running.request)
         self._admitted -= 1
         self.load -= 1

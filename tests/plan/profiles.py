@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvflow.plan.profile import Profile, Prompted, Sizes, Stepped, chunks_of
+from kvflow.plan.profile import Profile, Prompted, Sizes, Stepped
 
 REQUEST_S, BASE_S, TOKEN_S, PAIR_S, BUSY_S = 0.010, 0.004, 1e-4, 1e-8, 0.002
-STEP_S, ROW_S, CONTEXT_S = 0.003, 0.001, 1e-6
+STEP_S, ROW_S, CONTEXT_S, ANSWER_S = 0.003, 0.001, 1e-6, 0.007
 CHUNK, BATCH = 128, 256
 SHORT = 80.0
 
@@ -34,7 +34,7 @@ def prefill_s(tokens: int, before: int = 0) -> float:
 
 def alone_s(tokens: int) -> float:
     """Return the time to the first token of a prompt that nothing delays."""
-    chunks = list(chunks_of(tokens, CHUNK))
+    chunks = [(min(CHUNK, tokens - start), start) for start in range(0, tokens, CHUNK)]
     steps_s = sum(prefill_s(count, before) for count, before in chunks)
     return REQUEST_S + steps_s + transfer_s(chunks[-1][0])
 
@@ -43,7 +43,8 @@ def burst_s(tokens: int, requests: int) -> float:
     """Return the time of the last of several prompts at once, two of which make a step full."""
     steps = requests // 2
     step_s = BASE_S + 2 * (TOKEN_S * tokens + PAIR_S * tokens * tokens / 2)
-    return REQUEST_S + steps * step_s + requests * BUSY_S
+    every_s = REQUEST_S + (requests - 1) * BUSY_S
+    return every_s + steps * step_s + 2 * transfer_s(tokens)
 
 
 def profile() -> Profile:
@@ -60,6 +61,7 @@ def profile() -> Profile:
             *(Stepped(n, SHORT, STEP_S + n * ROW_S) for n in (1, 2, 4, 8)),
             Stepped(4, 1080.0, STEP_S + 4 * ROW_S + 4 * 960 * CONTEXT_S),
         ],
+        answer_s=ANSWER_S,
         transfer_bytes_s=BYTES_S,
         beside_decode=1.5,
         beside_prefill=2.0,

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvflow.plan.profile import StepTimes, load_profile, non_negative_fit
+from kvflow.plan.profile import Prompted, StepTimes, load_profile, non_negative_fit, steps_of
 from kvflow.protocols.errors import MisuseError
 from tests.plan import profiles as known
 
@@ -22,6 +22,14 @@ def test_the_fit_finds_what_the_points_were_made_of() -> None:
     # A request is busy for a part of the time that it takes beside its steps.
     assert times.request_s + times.busy_s == pytest.approx(known.REQUEST_S, rel=0.01)
     assert times.context_s == pytest.approx(known.CONTEXT_S, rel=0.01)
+
+
+def test_prompts_at_once_share_the_steps_that_the_fit_counts() -> None:
+    steps = list(steps_of(Prompted(200, 3, 1.0), chunk=128, batch=300))
+    first, second, third = steps
+    assert first == [(128, 0), (128, 0), (44, 0)]
+    assert second == [(72, 128), (72, 128), (128, 44)]
+    assert third == [(28, 172)]
 
 
 def test_a_decode_step_is_interpolated_and_goes_on_in_a_line() -> None:
@@ -56,7 +64,7 @@ def test_a_profile_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(MisuseError, match=r"--profile .*Expected `str`"):
         load_profile(path)
     for change, said in (
-        ({"version": 9}, "version 9, and this kvflow reads 1; measure it again"),
+        ({"version": 1}, "version 1, and this kvflow reads 2; measure it again"),
         ({"prompts": []}, "it has no measured points"),
         ({"transfer_bytes_s": 0.0}, "it has no measured points"),
     ):

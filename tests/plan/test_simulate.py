@@ -39,18 +39,27 @@ def test_a_prompt_alone_takes_what_was_measured(tokens: int) -> None:
     assert math.isnan(found.itl_s)
 
 
-def test_prompts_share_steps_up_to_the_tokens_of_one() -> None:
+def test_prompts_that_arrive_at_once_share_steps_up_to_the_tokens_of_one() -> None:
     """Two chunks of 128 fill a step of 256, so the third prompt waits for the second step."""
-    firsts = [
-        one.first_s for one in outcomes(played(*(request(0, 128, 1, n) for n in (0, 50, 90))))
-    ]
-    alone = known.REQUEST_S + known.prefill_s(128) + known.transfer_s(128)
-    assert firsts[0] == pytest.approx(alone, rel=0.02)
-    # The first came alone. The other two are computed together after it.
-    both_s = 2 * known.prefill_s(128) - known.BASE_S + 2 * known.BUSY_S
-    assert firsts[1] == pytest.approx(alone + both_s, rel=0.02)
+    group = [request(0, 128, 1, n) for n in (0, 50, 90)]
+    firsts = [one.first_s for one in outcomes(played(*group))]
+    # The event loop handles all three before the first step.
+    handled_s = known.REQUEST_S + 2 * known.BUSY_S
+    both_s = 2 * known.prefill_s(128) - known.BASE_S
+    line_s = known.transfer_s(128)
+    assert firsts[0] == pytest.approx(handled_s + both_s + line_s, rel=0.02)
     # Their pages pass one line.
-    assert firsts[2] - firsts[1] == pytest.approx(known.transfer_s(128))
+    assert firsts[1] - firsts[0] == pytest.approx(line_s)
+    third_s = handled_s + both_s + known.prefill_s(128) + line_s
+    assert firsts[2] == pytest.approx(third_s, rel=0.02)
+
+
+def test_a_request_that_arrives_later_is_handled_beside_the_step() -> None:
+    first, second = request(0, 128, 1, 0), request(0.005, 128, 1, 50)
+    found = [one.request.at_s + one.first_s for one in outcomes(played(first, second))]
+    assert found[0] == pytest.approx(known.alone_s(128), rel=0.01)
+    # Its handling delays no step: the second step follows the first one.
+    assert found[1] - found[0] == pytest.approx(known.prefill_s(128), rel=0.02)
 
 
 def test_running_requests_share_steps() -> None:
@@ -59,6 +68,14 @@ def test_running_requests_share_steps() -> None:
         assert known.STEP_S + known.ROW_S <= one.itl_s <= known.STEP_S + 2 * known.ROW_S + 1e-9
     later = outcomes(played(request(0, 16, 50, 0), request(10, 16, 50, 9)))
     assert all(one.itl_s == pytest.approx(known.STEP_S + known.ROW_S, rel=0.05) for one in later)
+
+
+def test_a_short_answer_costs_more_between_its_tokens() -> None:
+    short, long, single = outcomes(played(*(request(n, 16, (3, 101, 1)[n]) for n in range(3))))
+    for one, gaps in ((short, 2), (long, 100)):
+        steps_s = known.STEP_S + known.ROW_S
+        assert one.itl_s == pytest.approx(steps_s + known.ANSWER_S / gaps, rel=0.05)
+    assert single.end_s == single.first_s
 
 
 def test_a_prompt_begins_with_what_an_earlier_one_left() -> None:
@@ -106,6 +123,25 @@ def test_roles_of_one_machine_slow_each_other_down() -> None:
     slow = outcomes(played(*requests, sharing=Sharing(prefill=3, decode=5)))
     assert slow[0].itl_s == pytest.approx(5 * apart[0].itl_s)
     assert slow[1].first_s == pytest.approx(3 * apart[1].first_s, rel=0.01)
+
+
+def test_a_step_is_slow_only_while_the_other_role_steps() -> None:
+    """One long prefill step begins when the first of `steps` decode steps does."""
+    whole = {"chunk_tokens": 2048, "batch_tokens": 2048}
+    step_s, decoding_s = known.prefill_s(2000), known.STEP_S + known.ROW_S
+    for steps in (4, 1000):
+        requests = request(0, 16, steps + 1), request(0.004, 2000, 1, 50)
+        found = outcomes(played(*requests, sizes=whole, sharing=Sharing(2.0, 1.0)))
+        begun_s = known.alone_s(16) - known.transfer_s(16)
+        beside_s = min(steps * decoding_s, 2 * step_s)
+        ended_s = begun_s + step_s + beside_s / 2 + known.transfer_s(2000)
+        assert 0.004 + found[1].first_s == pytest.approx(ended_s, rel=0.01)
+    # A decode step that begins alone slows down when a prefill step begins.
+    alone, slowed = (
+        outcomes(played(request(0, 16, 2), request(0.008, 128, 1, 50), sharing=sharing))[0].end_s
+        for sharing in (Sharing(), Sharing(1.0, 3.0))
+    )
+    assert slowed - alone == pytest.approx(2 * (alone - 0.018 - known.ANSWER_S), rel=0.1)
 
 
 @pytest.mark.parametrize("seed", range(20))
