@@ -19,9 +19,10 @@ from typing import Any
 from rich.table import Table
 
 from kvflow.bench.cache import replay
-from kvflow.bench.cache_trace import BLOCK_TOKENS, Prompt
+from kvflow.bench.cache_trace import Prompt
 from kvflow.bench.figures import Say
 from kvflow.protocols.errors import MisuseError
+from kvflow.traces import BLOCK_TOKENS
 
 MILLIONS = (0.1, 0.2, 0.5, 1, 2, 4, 5, 8, 10, 20, 50)
 # Millions of tokens -> hit rate: Mooncake, FAST'25, Fig. 9.

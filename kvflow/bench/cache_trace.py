@@ -1,21 +1,16 @@
-"""Traces of prompts, in the format in which Mooncake publishes them.
-
-Each line of a trace is a JSON object with an `input_length` in tokens and `hash_ids`, one for each
-block of 512 tokens. Prompts that begin with the same ids begin with the same tokens.
-"""
+"""Prompts of traces that Mooncake publishes."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.traces import BLOCK_TOKENS, Entry, hashed_prompt, read_lines
 
-BLOCK_TOKENS = 512
 NAMED = ("conversation", "synthetic")
 PUBLISHED = "the repository kvcache-ai/Mooncake on GitHub, folder FAST25-release/traces"
 TRACES_VARIABLE = "KVFLOW_TRACES"
@@ -63,38 +58,12 @@ def read_trace(path: Path, limit: int = 0) -> list[Prompt]:
     Raises: MisuseError naming the line that is wrong.
     """
     numbers: dict[int, int] = {}
-    prompts: list[Prompt] = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            if limit and len(prompts) == limit:
-                break
-            try:
-                length, ids = _parse(line)
-            except ValueError as error:
-                raise MisuseError(f"{path}, line {number}: {error}") from None
-            prompts.append(Prompt(length, [numbers.setdefault(one, len(numbers)) for one in ids]))
+
+    def parse(entry: Entry) -> Prompt:
+        num_tokens, ids = hashed_prompt(entry)
+        return Prompt(num_tokens, [numbers.setdefault(one, len(numbers)) for one in ids])
+
+    prompts = read_lines(path, parse, limit)
     if not prompts:
         raise MisuseError(f"{path} has no prompts")
     return prompts
-
-
-def _parse(line: bytes) -> tuple[int, list[int]]:
-    try:
-        entry: Any = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
-    if not isinstance(entry, dict):
-        raise ValueError("not a JSON object")
-    length, ids = entry.get("input_length"), entry.get("hash_ids")
-    # True and False are instances of int, so `isinstance` would accept them as lengths.
-    if type(length) is not int or length < 1:
-        raise ValueError(f"input_length {length!r} is not a number of at least 1")
-    if not isinstance(ids, list) or not all(type(one) is int for one in ids):
-        raise ValueError("hash_ids is not a list of integers")
-    if len(ids) != (needed := -(-length // BLOCK_TOKENS)):
-        raise ValueError(
-            f"{len(ids)} hash_ids for {length} tokens, which are {needed} blocks of {BLOCK_TOKENS}"
-        )
-    return length, ids

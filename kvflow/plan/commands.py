@@ -15,8 +15,9 @@ from rich.table import Table
 from kvflow.plan.profile import Profile, StepTimes, load_profile
 from kvflow.plan.search import Limits, Plan, errors, search
 from kvflow.plan.simulate import Figures, Sharing, Simulated, simulate
-from kvflow.plan.trace import BLOCK_TOKENS, Trace, read_trace
+from kvflow.plan.trace import Trace, read_trace
 from kvflow.protocols.errors import MisuseError
+from kvflow.traces import BLOCK_TOKENS
 from kvflow.usage import App
 
 app = App(no_args_is_help=True)
