@@ -227,16 +227,17 @@ async def play(fleet: Started, trace: Trace, most_s: float) -> list[Outcome]:
     begun_s = time.perf_counter()
 
     async def one(request: Request, ids: list[int]) -> Outcome:
-        await asyncio.sleep(begun_s + request.at_s - time.perf_counter())
         played = await fleet.ask(ids, request.new_tokens)
         late_s = played.began_at_s - begun_s - request.at_s
         return Outcome(
             request, played.first_s + late_s, played.end_s + late_s, played.cached_tokens
         )
 
+    tasks: list[asyncio.Task[Outcome]] = []
     async with asyncio.timeout(most_s), asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(one(request, ids))
-            for request, ids in zip(trace.requests, prompts, strict=True)
-        ]
+        for request, ids in zip(trace.requests, prompts, strict=True):
+            # Tasks that each slept until their time would not keep the order of a group.
+            if (wait_s := begun_s + request.at_s - time.perf_counter()) > 0:
+                await asyncio.sleep(wait_s)
+            tasks.append(group.create_task(one(request, ids)))
     return [task.result() for task in tasks]
