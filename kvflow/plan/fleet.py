@@ -237,7 +237,8 @@ async def play(fleet: Started, trace: Trace, most_s: float) -> list[Outcome]:
     async with asyncio.timeout(most_s), asyncio.TaskGroup() as group:
         for request, ids in zip(trace.requests, prompts, strict=True):
             # Tasks that each slept until their time would not keep the order of a group.
-            if (wait_s := begun_s + request.at_s - time.perf_counter()) > 0:
+            # A loop may wake up to a millisecond early, too.
+            while (wait_s := begun_s + request.at_s - time.perf_counter()) > 0:
                 await asyncio.sleep(wait_s)
             tasks.append(group.create_task(one(request, ids)))
     return [task.result() for task in tasks]
