@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing
+from functools import partial
 
 import numpy as np
 
@@ -156,12 +157,14 @@ async def _steps(asker: _Asker, batch: int, tokens: int, sizes: Sizes) -> Steppe
 async def _answer_s(asker: _Asker, step_s: float) -> float:
     """Return what an answer takes from its first token to its end, beside its steps."""
 
-    async def turn() -> float:
+    # Times from the beginning: a first token that comes late shortens what follows it.
+    async def end_s(new_tokens: int) -> float:
         await asyncio.sleep(_PAUSE_S)
-        (played,) = await asker.at_once([_SHORT_TOKENS], _FEW_TOKENS)
-        return played.end_s - played.first_s
+        return (await asker.at_once([_SHORT_TOKENS], new_tokens))[0].end_s
 
-    return max(0.0, await fastest_s(turn) - (_FEW_TOKENS - 1) * step_s)
+    single_s = await fastest_s(partial(end_s, 1))
+    few_s = await fastest_s(partial(end_s, _FEW_TOKENS))
+    return max(0.0, few_s - single_s - (_FEW_TOKENS - 1) * step_s)
 
 
 def _gap_s(played: Played, new_tokens: int) -> float:
@@ -183,22 +186,22 @@ async def _beside(asker: _Asker, sizes: Sizes) -> tuple[float, float]:
         answers = await asker.at_once([_SHORT_TOKENS] * _STREAMS, streamed)
         return statistics.median(_gap_s(one, streamed) for one in answers)
 
-    async def prompt() -> float:
-        return (await asker.at_once([tokens], 1))[0].first_s
-
-    alone_s, step_s = await fastest_s(prompt), await fastest_s(streams)
-    firsts, steps = [], []
+    ratios = []
+    # Each turn compares what follows each other, for other processes come and go.
     for _ in range(_TURNS):
+        alone_s, step_s = (await asker.at_once([tokens], 1))[0].first_s, await streams()
         over = asyncio.Event()
         prompting = asyncio.create_task(prompts_until(over))
         try:
-            steps.append(await streams())
+            both_s = await streams()
         finally:
             over.set()
         prompts = await prompting
         # The last prompt ended beside nothing.
-        firsts.append(statistics.median(one.first_s for one in prompts[:-1] or prompts))
-    return max(1.0, min(firsts) / alone_s), max(1.0, min(steps) / step_s)
+        first_s = statistics.median(one.first_s for one in prompts[:-1] or prompts)
+        ratios.append((first_s / alone_s, both_s / step_s))
+    prefill, decode = map(statistics.median, zip(*ratios, strict=True))
+    return max(1.0, prefill), max(1.0, decode)
 
 
 async def transfer_bytes_s(sizes: Sizes, plane: str) -> float:
