@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections import defaultdict
@@ -228,17 +229,17 @@ async def play(fleet: Started, trace: Trace, most_s: float) -> list[Outcome]:
 
     async def one(request: Request, ids: list[int]) -> Outcome:
         played = await fleet.ask(ids, request.new_tokens)
-        late_s = played.began_at_s - begun_s - request.at_s
+        # A loop may wake up to a millisecond early.
+        late_s = max(0.0, played.began_at_s - begun_s - request.at_s)
         return Outcome(
             request, played.first_s + late_s, played.end_s + late_s, played.cached_tokens
         )
 
     tasks: list[asyncio.Task[Outcome]] = []
     async with asyncio.timeout(most_s), asyncio.TaskGroup() as group:
-        for request, ids in zip(trace.requests, prompts, strict=True):
-            # Tasks that each slept until their time would not keep the order of a group.
-            # A loop may wake up to a millisecond early, too.
-            while (wait_s := begun_s + request.at_s - time.perf_counter()) > 0:
-                await asyncio.sleep(wait_s)
-            tasks.append(group.create_task(one(request, ids)))
+        pairs = zip(trace.requests, prompts, strict=True)
+        # Tasks that each slept until their time would not keep the order of a group.
+        for at_s, some in itertools.groupby(pairs, key=lambda pair: pair[0].at_s):
+            await asyncio.sleep(begun_s + at_s - time.perf_counter())
+            tasks += [group.create_task(one(request, ids)) for request, ids in some]
     return [task.result() for task in tasks]
