@@ -144,14 +144,14 @@ async def _checked(
     trace: Trace, profile: Profile, shape: tuple[int, int], most_s: float, flags: list[str]
 ) -> dict[str, Any]:
     """Play the trace on a real fleet, beside the simulation of the same fleet."""
-    from kvflow.plan.fleet import Fleets, play, warm_up  # it loads what starts servers
+    from kvflow.plan.fleet import Fleets, play, slowed_by, warm_up  # it loads what starts servers
 
     async with Fleets(flags).started(*shape) as fleet:
         await warm_up(fleet)
         _say(f"playing {len(trace.requests)} requests on {shape[0]} prefills, {shape[1]} decodes")
-        before = fleet.cpu_times_s()
+        before = fleet.cpu_times()
         real = Figures(await play(fleet, trace, most_s))
-        ran_s, waited_s = fleet.cpu_times_s(before)
+        cpu = fleet.cpu_times(before)
         sizes = fleet.sizes
     times, found = StepTimes(profile), Simulated(real, 0, 0)
     # All of this fleet is on one machine, where the roles take time from each other.
@@ -159,15 +159,18 @@ async def _checked(
     predicted = simulate(trace, times, sizes, *shape, sharing=sharing)
     # What other programs took is known only afterwards, so this is no prediction. It shows how much
     # of the error is theirs.
-    factors = [1 + waited_s[role] / max(ran_s[role], 1e-9) for role in ("prefill", "decode")]
-    waiting = Sharing(prefill=factors[0], decode=factors[1])
+    factors = {
+        role: slowed_by(cpu, role, workers)
+        for role, workers in zip(("prefill", "decode"), shape, strict=True)
+    }
+    waiting = Sharing(**factors)
     slowed = simulate(trace, times, sizes, *shape, sharing=waiting)
     return {
         "prefills": shape[0],
         "decodes": shape[1],
-        "cpu_s": sum(ran_s.values()),
-        "waited_for_cpu_s": sum(waited_s.values()),
-        "slowed_by": dict(zip(("prefill", "decode"), factors, strict=True)),
+        "cpu_s": sum(time.ran_s for time in cpu.values()),
+        "waited_for_cpu_s": sum(time.waited_s for time in cpu.values()),
+        "slowed_by": factors,
         "rows": [
             {
                 "figure": name,
@@ -306,7 +309,8 @@ def _print_check(console: Console, check: dict[str, Any]) -> None:
     console.print(table)
     console.print(
         f"The fleet ran for {check['cpu_s']:.1f} s of CPU time, and waited "
-        f'{check["waited_for_cpu_s"]:.1f} s for a CPU. "With waiting" is a simulation with steps '
-        "that much longer.",
+        f'{check["waited_for_cpu_s"]:.1f} s for a CPU. "With waiting" is a simulation in which '
+        f"prefill takes {check['slowed_by']['prefill']:.2f} and decode "
+        f"{check['slowed_by']['decode']:.2f} times as long, as their model threads did.",
         highlight=False,
     )

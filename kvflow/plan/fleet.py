@@ -6,11 +6,10 @@ import asyncio
 import itertools
 import json
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -32,7 +31,17 @@ _FIRST_ID = 3
 # Prompts that warm a fleet up, and a salt that no trace and no measurement has.
 _WARMING = 4
 _WARMING_SALT = 1 << 40
-CpuTimes = tuple[Mapping[str, float], Mapping[str, float]]
+
+
+class CpuTime(NamedTuple):
+    """How long a thread ran, and waited for a CPU."""
+
+    ran_s: float
+    waited_s: float
+
+
+CpuTimes = Mapping[tuple[str, int], CpuTime]
+"""By role and thread id."""
 
 
 class Fleets:
@@ -116,21 +125,17 @@ class Started:
             new_token_ratio=settings.new_token_ratio,
         )
 
-    def cpu_times_s(self, before: CpuTimes | None = None) -> CpuTimes:
-        """Return how long the threads of each role ran, and waited for a CPU, since `before`."""
-        ran_s: dict[str, float] = defaultdict(float)
-        waited_s: dict[str, float] = defaultdict(float)
+    def cpu_times(self, before: CpuTimes | None = None) -> CpuTimes:
+        """Return how long each thread of the roles ran and waited, since `before`."""
+        found: dict[tuple[str, int], CpuTime] = {}
         for role, pid in self._pids:
             for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
                 with suppress(OSError):  # a thread that has just ended
                     ran, waited, _ = map(int, path.read_text().split())
-                    ran_s[role] += ran / 1e9
-                    waited_s[role] += waited / 1e9
-        if before is not None:
-            for role in ran_s:
-                ran_s[role] -= before[0].get(role, 0.0)
-                waited_s[role] -= before[1].get(role, 0.0)
-        return ran_s, waited_s
+                    key = role, int(path.parent.name)
+                    old = (before or {}).get(key, CpuTime(0, 0))
+                    found[key] = CpuTime(ran / 1e9 - old.ran_s, waited / 1e9 - old.waited_s)
+        return found
 
     async def ask(self, ids: Sequence[int], new_tokens: int) -> Played:
         """Stream one completion. Raises: KvflowError if it is not answered to its end."""
@@ -159,6 +164,18 @@ class Started:
         finally:
             writer.close()
         return played.checked()
+
+
+def slowed_by(times: CpuTimes, role: str, workers: int) -> float:
+    """Return how many times as long the steps of a role took because they waited for a CPU.
+
+    Only the busiest thread of each worker counts, in which its model runs: many waits of the others
+    delay nothing.
+    """
+    every = sorted((time for (of, _), time in times.items() if of == role), reverse=True)
+    busiest = every[:workers]
+    ran_s = sum(time.ran_s for time in busiest)
+    return 1 + sum(time.waited_s for time in busiest) / max(ran_s, 1e-9)
 
 
 class Played:

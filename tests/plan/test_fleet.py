@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
+import time
 from collections.abc import Sequence
 
-from kvflow.plan.fleet import Played, Started, play
+from kvflow.plan.fleet import CpuTime, Played, Started, play, slowed_by
 from kvflow.plan.trace import Request, Trace
 from kvflow.serve.config.settings import Settings
 
@@ -46,3 +49,25 @@ async def test_requests_of_a_group_are_sent_in_the_order_of_the_trace() -> None:
     assert [one.request for one in outcomes] == requests
     assert {one.cached_tokens for one in outcomes} == {3}
     assert [one for one in outcomes if not 0 < one.first_s <= one.end_s] == []
+
+
+def test_only_the_busiest_thread_of_each_worker_counts_as_waiting() -> None:
+    times = {
+        ("prefill", 1): CpuTime(4.0, 2.0),
+        ("prefill", 2): CpuTime(0.1, 3.0),
+        ("prefill", 3): CpuTime(6.0, 3.0),
+        ("decode", 4): CpuTime(9.0, 9.0),
+    }
+    assert slowed_by(times, "prefill", 2) == 1.5
+    assert slowed_by(times, "decode", 1) == 2.0
+    assert slowed_by({}, "decode", 1) == 1.0
+
+
+def test_cpu_times_are_those_of_this_processs_threads() -> None:
+    fleet = Started("", Settings(), [], [], [("decode", os.getpid())])
+    before = fleet.cpu_times()
+    begun_s = time.thread_time()
+    while time.thread_time() < begun_s + 0.05:
+        pass
+    spent = fleet.cpu_times(before)["decode", threading.get_native_id()]
+    assert spent.ran_s >= 0.05 and spent.waited_s >= 0
