@@ -23,7 +23,7 @@ from kvflow.protocols.pages.layout import opaque_layout
 BATCHES = (1, 2, 4, 8, 16, 32)
 _SHORT_TOKENS = 32
 _NEW_TOKENS, _FEW_TOKENS = 96, 3
-_TURNS, _MOST_TURNS = 3, 6
+_TURNS, _MOST_TURNS = 3, 5
 _CLOSE = 1.05
 _PAUSE_S = 0.3
 _BURST = 24

@@ -53,7 +53,7 @@ def test_whole_chunks_fill_a_step_if_the_pools_hold_them() -> None:
     [
         ([5.0, 4.0, 4.1, 1.0], 3),
         ([9.0, 4.0, 6.0, 4.1, 1.0], 4),
-        ([9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 1.0], 6),
+        ([9.0, 8.0, 6.0, 5.0, 4.0, 1.0], 5),
     ],
 )
 async def test_turns_go_on_until_the_two_fastest_are_close(times: list[float], taken: int) -> None:
