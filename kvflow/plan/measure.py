@@ -173,13 +173,17 @@ def _gap_s(played: Played, new_tokens: int) -> float:
 
 async def _beside(asker: _Asker, sizes: Sizes) -> tuple[float, float]:
     """Return how much longer prefill and decode take while the other one is busy, as factors."""
-    tokens = min(4 * sizes.chunk_tokens, sizes.max_model_len // 2)
+    # Whole steps need more of what the roles share than a single chunk does.
+    tokens, requests = groups_of(sizes)[-1]
     streamed = min(4 * _NEW_TOKENS, sizes.max_model_len - _SHORT_TOKENS)
 
-    async def prompts_until(over: asyncio.Event) -> list[Played]:
+    async def group() -> float:
+        return max(one.first_s for one in await asker.at_once([tokens] * requests, 1))
+
+    async def groups_until(over: asyncio.Event) -> list[float]:
         found = []
         while not over.is_set():
-            found += await asker.at_once([tokens], 1)
+            found.append(await group())
         return found
 
     async def streams() -> float:
@@ -189,17 +193,16 @@ async def _beside(asker: _Asker, sizes: Sizes) -> tuple[float, float]:
     ratios = []
     # Each turn compares what follows each other, for other processes come and go.
     for _ in range(_TURNS):
-        alone_s, step_s = (await asker.at_once([tokens], 1))[0].first_s, await streams()
+        alone_s, step_s = await group(), await streams()
         over = asyncio.Event()
-        prompting = asyncio.create_task(prompts_until(over))
+        prompting = asyncio.create_task(groups_until(over))
         try:
             both_s = await streams()
         finally:
             over.set()
-        prompts = await prompting
-        # The last prompt ended beside nothing.
-        first_s = statistics.median(one.first_s for one in prompts[:-1] or prompts)
-        ratios.append((first_s / alone_s, both_s / step_s))
+        firsts = await prompting
+        # The last group ended beside nothing.
+        ratios.append((statistics.median(firsts[:-1] or firsts) / alone_s, both_s / step_s))
     prefill, decode = map(statistics.median, zip(*ratios, strict=True))
     return max(1.0, prefill), max(1.0, decode)
 
