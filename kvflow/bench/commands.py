@@ -288,6 +288,9 @@ def viewers(
 
 @app.command()
 def grammars(
+    model: Annotated[
+        str, typer.Option("--model-path", help="The model to serve; empty: the demo model.")
+    ] = "",
     clients: Annotated[
         str, typer.Option(help="Clients at once, separated by commas.", metavar="N,N")
     ] = "1,16",
@@ -303,7 +306,8 @@ def grammars(
     from kvflow.bench.grammars import bench_grammars
 
     numbers = _numbers("--clients", clients)
-    _report(bench_grammars(numbers, new_tokens, temperature, turns, threads, _say), as_json)
+    work = bench_grammars(numbers, new_tokens, temperature, turns, threads, _say, model)
+    _report(work, as_json)
 
 
 @app.command()

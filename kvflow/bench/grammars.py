@@ -37,8 +37,9 @@ async def bench_grammars(
     turns: int,
     threads: int,
     say: Say,
+    model: str = "",
 ) -> dict[str, Any]:
-    """Return tokens per second and CPU time of decode for each number of clients.
+    """Return the time between tokens and the CPU time of decode for each number of clients.
 
     Raises: KvflowError if the server does not start, or if an answer ends early.
     """
@@ -46,7 +47,7 @@ async def bench_grammars(
     sampling = {"temperature": temperature, "sampling_seed": 1}
     kinds = {kind: {**sampling, **more} for kind, more in _kinds(new_tokens).items()}
     async with (
-        serving(str(DEMO_MODEL_DIR), threads) as server,
+        serving(model or str(DEMO_MODEL_DIR), threads) as server,
         await Process.run_module("kvflow.bench.stream_client") as client,
     ):
         for number in clients:

@@ -79,14 +79,16 @@ Tokens = Sequence[int] | npt.NDArray[Any]
 # takes a fraction of the time that a boolean mask takes.
 Masks = npt.NDArray[np.float32]
 
+# [answers, bytes]: a bit for each token, the lowest first, which is 1 if the token may follow.
+Allowed = npt.NDArray[np.uint8]
 
-def _masks_of_bytes() -> Masks:
-    """Return the masks [256, 8] of the eight tokens for which one byte of llguidance stands."""
-    allowed = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return np.where(allowed, np.float32(0), np.float32(-np.inf))
-
-
-_MASK_OF_BYTE = _masks_of_bytes()
+# The bits of each byte [256, 8], and the masks of the eight tokens for which it stands.
+_BITS_OF_BYTE = np.unpackbits(
+    np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"
+).astype(np.bool_)
+_MASK_OF_BYTE = np.where(_BITS_OF_BYTE, np.float32(0), np.float32(-np.inf))
+# More bytes with an allowed token than this are no few.
+_FEW_BYTES = 64
 
 
 class Grammar(msgspec.Struct, frozen=True):
@@ -209,18 +211,15 @@ class Grammars:
 
         All tokens may follow an answer whose matcher has an `error`.
         """
-        words = (self._width + 31) // 32
-        bits = np.full((len(answers), words), -1, dtype="<i4")
-        rows = [(one.state, i) for i, (one, tokens) in enumerate(answers) if one.consume(tokens)]
-        if rows:
-            # One call for all of them, because each call takes the interpreter lock from the model.
-            self._executor.unsafe_compute_mask_ptr(rows, bits.ctypes.data, 4 * words, len(answers))
-        for i, (matcher, _) in enumerate(answers):
-            if not matcher.check():
-                bits[i] = -1
-        # `take` needs a quarter of the time that indexing needs.
-        masks = np.take(_MASK_OF_BYTE, bits.view(np.uint8), axis=0)
-        return masks.reshape(len(answers), -1)[:, : self._width]
+        return self._masks_of(self.allowed(answers))
+
+    def allowed(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Allowed:
+        """Return the same as bits."""
+        bits = self._everything(len(answers))
+        for row, (matcher, tokens) in zip(bits, answers, strict=True):
+            if matcher.consume(tokens):
+                matcher.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        return _checked(answers, bits)
 
     def masks_ahead(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Future[Masks]:
         """Begin to compute `masks` in a thread, while the model computes the logits.
@@ -229,7 +228,26 @@ class Grammars:
         """
         if self._masking is None:
             self._masking = ThreadPoolExecutor(1, thread_name_prefix="kvflow-masks")
-        return self._masking.submit(self.masks, answers)
+        return self._masking.submit(self._masks_together, answers)
+
+    def _masks_together(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Masks:
+        bits = self._everything(len(answers))
+        rows = [(one.state, i) for i, (one, tokens) in enumerate(answers) if one.consume(tokens)]
+        if rows:
+            # One call for all of them, because each call takes the interpreter lock from the model.
+            self._executor.unsafe_compute_mask_ptr(
+                rows, bits.ctypes.data, bits.strides[0], len(answers)
+            )
+        return self._masks_of(_checked(answers, bits))
+
+    def _everything(self, answers: int) -> Allowed:
+        # llguidance writes words of 32 bits.
+        return np.full((answers, (self._width + 31) // 32 * 4), 255, dtype=np.uint8)
+
+    def _masks_of(self, bits: Allowed) -> Masks:
+        # `take` needs a quarter of the time that indexing needs.
+        masks = np.take(_MASK_OF_BYTE, bits, axis=0)
+        return masks.reshape(len(bits), -1)[:, : self._width]
 
     def close(self) -> None:
         if self._thread is not None:
@@ -327,6 +345,38 @@ class Grammars:
         return hf.from_tokenizer(
             self._tokenizer, n_vocab=self._width, eos_token=sorted(self._eos_ids)
         )
+
+
+def most_likely_of(logits: npt.NDArray[Any], allowed: Allowed) -> int:
+    """Return the index of the largest of `logits` [tokens] among the tokens that may follow, the
+    first one among equals. `allowed` [bytes] is a row of `Grammars.allowed`.
+    """
+    # Where a grammar allows few tokens, a mask of all others would take more time.
+    if (few := _few_tokens(allowed.tobytes())) is not None:
+        tokens = few[: np.searchsorted(few, len(logits))]
+        return int(tokens[logits[tokens].argmax()]) if len(tokens) else 0
+    masks = np.take(_MASK_OF_BYTE, allowed, axis=0).reshape(-1)
+    width = min(len(logits), len(masks))
+    return int((logits[:width] + masks[:width]).argmax())
+
+
+# The states of a grammar between two strings or numbers occur again and again.
+@functools.lru_cache(512)
+def _few_tokens(allowed: bytes) -> npt.NDArray[np.int64] | None:
+    """Return the tokens that may follow, in ascending order, or None if they are many."""
+    bits = np.frombuffer(allowed, np.uint8)
+    some = np.flatnonzero(bits)
+    if len(some) > _FEW_BYTES:
+        return None
+    return (some[:, None] * 8 + np.arange(8))[_BITS_OF_BYTE[bits[some]]]
+
+
+def _checked(answers: Sequence[tuple[Matcher, Tokens]], bits: Allowed) -> Allowed:
+    """Return `bits`, with those of answers whose matcher has an error changed to all tokens."""
+    for row, (matcher, _) in zip(bits, answers, strict=True):
+        if not matcher.check():
+            row[:] = 255
+    return bits
 
 
 _starting = threading.Lock()

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from kvflow.serve.engine.model.grammars import Grammars, Masks, Matcher, Tokens
+from kvflow.serve.engine.model.grammars import Grammars, Masks, Matcher, Tokens, most_likely_of
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 
@@ -49,10 +48,11 @@ def masks_ahead(draws: Sequence[Draw]) -> Future[Masks] | None:
 
     Returns None if `choose` is to compute it, because there are few such rows.
     """
-    answers, grammars = _answers(draws, greedy=False), _grammars(draws)
-    if grammars is None or len(answers) < _FEWEST_AHEAD:
+    drawn = [draw for draw in draws if draw.params.grammar is not None and not draw.params.greedy]
+    if len(drawn) < _FEWEST_AHEAD:
         return None
-    return grammars.masks_ahead(list(answers.values()))
+    answers, grammars = _answers(drawn), _grammars(drawn)
+    return None if grammars is None else grammars.masks_ahead(list(answers.values()))
 
 
 def choose(
@@ -71,11 +71,11 @@ def choose(
     for i, row in adjusted.items():
         tokens[i] = int(row.argmax())
     if (grammars := _grammars(draws)) is not None:
-        if left := _left_to_masks(logits, draws, adjusted, tokens):
-            masked = _masked(logits, adjusted, list(left), grammars.masks(list(left.values())))
-            for i, token in zip(left, _most_likely(masked), strict=True):
-                tokens[i] = token
-        if answers := _answers(draws, greedy=False):
+        answers = _answers(draws)
+        greedy = {i: answers.pop(i) for i in list(answers) if draws[i].params.greedy}
+        if left := _left_to_masks(greedy, logits, adjusted, tokens):
+            _choose_allowed(left, grammars, logits, adjusted, tokens)
+        if answers:
             added = grammars.masks(list(answers.values())) if masks is None else masks.result()
             adjusted.update(
                 zip(answers, _masked(logits, adjusted, list(answers), added), strict=True)
@@ -95,28 +95,27 @@ def choose(
     return choices
 
 
-def _answers(draws: Sequence[Draw], *, greedy: bool) -> dict[int, tuple[Matcher, Tokens]]:
-    """Return the answers that have a grammar, by row, of the rows that are greedy or are not."""
+def _answers(draws: Sequence[Draw]) -> dict[int, tuple[Matcher, Tokens]]:
+    """Return the answers that have a grammar, by row."""
     return {
         i: answer
         for i, draw in enumerate(draws)
         if draw.adjustments is not None
-        and draw.params.greedy is greedy
         and (answer := draw.adjustments.answer(draw.position)) is not None
     }
 
 
 def _left_to_masks(
+    answers: dict[int, tuple[Matcher, Tokens]],
     logits: torch.Tensor,
-    draws: Sequence[Draw],
     adjusted: dict[int, torch.Tensor],
     tokens: list[int],
 ) -> dict[int, tuple[Matcher, Tokens]]:
-    """Return the greedy answers that need a mask. Change `tokens`, the most likely ones, for the
-    others that have a grammar.
+    """Return those of the greedy `answers` that need a mask. Change `tokens`, the most likely ones,
+    for the others.
     """
     left = {}
-    for i, (matcher, answer) in _answers(draws, greedy=True).items():
+    for i, (matcher, answer) in answers.items():
         # What other parameters ban is for `_masked` to judge.
         banned = i in adjusted and bool(torch.isneginf(adjusted[i][tokens[i]]))
         token = None if banned else matcher.choose(answer, tokens[i], logits.shape[-1])
@@ -125,6 +124,24 @@ def _left_to_masks(
         else:
             tokens[i] = token
     return left
+
+
+def _choose_allowed(
+    answers: dict[int, tuple[Matcher, Tokens]],
+    grammars: Grammars,
+    logits: torch.Tensor,
+    adjusted: dict[int, torch.Tensor],
+    tokens: list[int],
+) -> None:
+    """Change `tokens` to the most likely ones that may follow the greedy `answers`."""
+    if _is_fast_in_numpy(logits) and adjusted.keys().isdisjoint(answers):
+        rows = logits.numpy()
+        for i, allowed in zip(answers, grammars.allowed(list(answers.values())), strict=True):
+            tokens[i] = most_likely_of(rows[i], allowed)
+        return
+    masked = _masked(logits, adjusted, list(answers), grammars.masks(list(answers.values())))
+    for i, token in zip(answers, _most_likely(masked), strict=True):
+        tokens[i] = token
 
 
 def _grammars(draws: Sequence[Draw]) -> Grammars | None:
@@ -142,14 +159,11 @@ def _masked(
     Logits of more tokens than the masks have are -inf. If the request's other parameters ban every
     token that its grammar allows, the model's own logits count, because a grammar must go on.
     """
-    masks = masks[:, : logits.shape[-1]]
-    if (more := logits.shape[-1] - masks.shape[-1]) > 0:
-        masks = np.pad(masks, ((0, 0), (0, more)), constant_values=-np.inf)
-    added = torch.from_numpy(masks).to(logits.device)
-    if _is_fast_in_numpy(logits):
-        masked = torch.from_numpy(logits.numpy()[rows] + masks).float()
-    else:
-        masked = logits[rows].float() + added
+    plain = logits[rows].float()
+    added = torch.from_numpy(masks)[:, : plain.shape[-1]].to(plain.device)
+    if (more := plain.shape[-1] - added.shape[-1]) > 0:
+        added = torch.nn.functional.pad(added, (0, more), value=-math.inf)
+    masked = plain + added
     for n, i in enumerate(rows):
         if i in adjusted:
             row = adjusted[i] + added[n]
