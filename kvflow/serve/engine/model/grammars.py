@@ -160,6 +160,13 @@ class Matcher:
         self._consumed += 1
         return token
 
+    def take(self, token: int) -> None:
+        """Move past a token that was chosen by a mask."""
+        if not self.error and self.state.consume_token(token):
+            self._consumed += 1
+        else:
+            self.check()
+
     def check(self) -> bool:
         """Return True while the grammar can go on. Otherwise, set `error`."""
         if not self.error and self.state.is_error():
@@ -352,8 +359,7 @@ def most_likely_of(logits: npt.NDArray[Any], allowed: Allowed) -> int:
     first one among equals. `allowed` [bytes] is a row of `Grammars.allowed`.
     """
     # Where a grammar allows few tokens, a mask of all others would take more time.
-    if (few := _few_tokens(allowed.tobytes())) is not None:
-        tokens = few[: np.searchsorted(few, len(logits))]
+    if (tokens := _few_tokens(allowed.tobytes(), len(logits))) is not None:
         return int(tokens[logits[tokens].argmax()]) if len(tokens) else 0
     masks = np.take(_MASK_OF_BYTE, allowed, axis=0).reshape(-1)
     width = min(len(logits), len(masks))
@@ -362,13 +368,14 @@ def most_likely_of(logits: npt.NDArray[Any], allowed: Allowed) -> int:
 
 # The states of a grammar between two strings or numbers occur again and again.
 @functools.lru_cache(512)
-def _few_tokens(allowed: bytes) -> npt.NDArray[np.int64] | None:
-    """Return the tokens that may follow, in ascending order, or None if they are many."""
+def _few_tokens(allowed: bytes, most: int) -> npt.NDArray[np.int64] | None:
+    """Return the tokens below `most` that may follow, in ascending order, or None for many."""
     bits = np.frombuffer(allowed, np.uint8)
     some = np.flatnonzero(bits)
     if len(some) > _FEW_BYTES:
         return None
-    return (some[:, None] * 8 + np.arange(8))[_BITS_OF_BYTE[bits[some]]]
+    tokens = (some[:, None] * 8 + np.arange(8))[_BITS_OF_BYTE[bits[some]]]
+    return tokens[tokens < most]
 
 
 def _checked(answers: Sequence[tuple[Matcher, Tokens]], bits: Allowed) -> Allowed:

@@ -82,10 +82,10 @@ def choose(
             )
     drawn = [i for i, d in enumerate(draws) if not d.params.greedy]
     if drawn:
-        rows = logits[drawn].float()
-        for n, i in enumerate(drawn):
-            if i in adjusted:
-                rows[n] = adjusted[i]
+        if adjusted:
+            rows = torch.stack([adjusted.get(i, logits[i]).float() for i in drawn])
+        else:
+            rows = logits[drawn].float()
         for i, token in zip(drawn, _draw(rows, [draws[i] for i in drawn]), strict=True):
             tokens[i] = token
     wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
@@ -138,6 +138,7 @@ def _choose_allowed(
         rows = logits.numpy()
         for i, allowed in zip(answers, grammars.allowed(list(answers.values())), strict=True):
             tokens[i] = most_likely_of(rows[i], allowed)
+            answers[i][0].take(tokens[i])
         return
     masked = _masked(logits, adjusted, list(answers), grammars.masks(list(answers.values())))
     for i, token in zip(answers, _most_likely(masked), strict=True):
