@@ -93,7 +93,9 @@ def _write_section(
             # The text begins on the same line as its flags if they fit into their column.
             lines = _wrapped(text, formatter.width - len(indent))
             beside = lines.pop(0) if len(first) <= width and lines else ""
-            *above, last = _wrapped(first, formatter.width - 2)
+            # A list of choices may be longer than a line.
+            parts = _wrapped(first.replace("|", "| "), formatter.width - 2)
+            *above, last = (part.replace("| ", "|") for part in parts)
             formatter.write("".join(f"  {line}\n" for line in above))
             formatter.write(f"  {last:<{width + _GAP}}{beside}".rstrip() + "\n")
             formatter.write("".join(f"{indent}{line}\n" for line in lines))

@@ -6,7 +6,7 @@ import gc
 import os
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -41,13 +41,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    # Kept in the options, so that the workers of xdist use the seed of the process that printed it.
     if config.option.seed is None:
-        config.option.seed = int(
-            os.environ.get("KVFLOW_SEED") or random.SystemRandom().randrange(2**32)
-        )
+        # A worker of xdist uses the seed of the process that printed it.
+        given = getattr(config, "workerinput", {}).get("seed") or os.environ.get("KVFLOW_SEED")
+        config.option.seed = int(given or random.SystemRandom().randrange(2**32))
     if getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(config.option.seed)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hand the seed to a worker of xdist."""
+    node.workerinput["seed"] = node.config.option.seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:

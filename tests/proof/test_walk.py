@@ -16,6 +16,7 @@ from kvflow.proof.walk import run
 from kvflow.proof.walk.decode_side import DecodeSide
 from kvflow.proof.walk.mirror import mirrored
 from kvflow.proof.walk.search import Faults, Walk
+from kvflow.proof.walk.shelf import freeze
 from kvflow.proof.walk.tables import deaf
 from kvflow.proof.walk.world import Bounds, Price, World
 from kvflow.proof.walk.worlds import SETS, WORLDS
@@ -31,6 +32,13 @@ ABORTED = TINY._replace(aborts=1, restarts=False)
 UNPAID = {Price.NOTHING, Price.DOUBT}
 # Half of the time that all small worlds take.
 LONG = ("small-ranks", "shutdown")
+
+
+def test_the_key_of_an_endpoint_has_the_contents_of_its_sets() -> None:
+    """`unproven` of a peer is a frozenset. It was left out, and numbered as an object."""
+    assert freeze(frozenset({3}), {}) == freeze({3}, {}) != freeze(frozenset({4}), {})
+    seen: dict[int, int] = {}
+    assert freeze(frozenset(), seen) == freeze(frozenset(), seen) and not seen
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def _way_of(value: Any) -> Way:
         return _freeze_each
     if kind is dict or kind is OrderedDict:
         return _freeze_items
-    if kind is set:
+    if kind is set or kind is frozenset:
         return lambda value, seen: frozenset(value)
     attributes = _getter(_attributes(value))
 

@@ -51,6 +51,20 @@ def test_a_step_that_was_aborted_before_it_began_does_not_begin_until_the_next_g
     neighbours.wait_for_followers()  # there are none
 
 
+def test_a_step_that_a_lost_shard_aborted_says_why_it_did_not_begin() -> None:
+    """The loss may be noticed between two steps."""
+
+    def check() -> None:
+        raise LostError("shard 1 of the model is gone: it has ended")
+
+    neighbours = Neighbours()
+    followers: Any = SimpleNamespace(check=check)
+    neighbours.lead(followers)
+    neighbours.abort()
+    with pytest.raises(LostError, match="shard 1 of the model is gone"), neighbours.step([]):
+        raise AssertionError("it began")
+
+
 @pytest.mark.parametrize("shards", [False, True])
 def test_an_abort_leaves_the_shards_of_a_stage_to_each_other_where_it_is_told_to(
     shards: bool,

@@ -135,9 +135,12 @@ class ShardLeader:
 
     # --- Followers
 
-    def announce(self, rows: list[Row]) -> None:
+    def check(self) -> None:
         if self._broken is not None:
             raise self._broken
+
+    def announce(self, rows: list[Row]) -> None:
+        self.check()
         plan = wire.Plan(self._step + 1, self._planned(rows))
         # The step counts even if sending fails, because some shard may have received the plan.
         self._step += 1

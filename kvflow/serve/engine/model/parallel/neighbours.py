@@ -29,6 +29,9 @@ class Followers(Protocol):
     They run the same steps.
     """
 
+    def check(self) -> None:
+        """Raises: LostError, with the reason, if a shard is gone."""
+
     def announce(self, rows: list[Row]) -> None:
         """Announce a step that begins in this process. Raises: LostError if a shard is gone."""
 
@@ -138,6 +141,8 @@ class Neighbours:
         Raises: LostError if a shard or a stage is gone.
         """
         if self._aborted:
+            if self._followers is not None:
+                self._followers.check()
             raise LostError("the step was aborted before it began")
         for link in (self._source, self._sink):
             if link is not None:
