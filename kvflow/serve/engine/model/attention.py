@@ -30,7 +30,15 @@ class _WindowRecorder(threading.local):
 window_recorder = _WindowRecorder()
 
 
-def packed_attention(
+def packed_attention(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Call `attend`, as one call if the step is recorded."""
+    if current.recorder is not None:
+        found: tuple[torch.Tensor, None] = current.recorder.attend(attend, *args, **kwargs)
+        return found
+    return attend(*args, **kwargs)
+
+
+def attend(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,

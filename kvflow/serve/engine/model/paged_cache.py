@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearA
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.pages.kinds import StateKind
 from kvflow.serve.engine.model.probe import Layers, LayerStreams
-from kvflow.serve.engine.model.step import Step
+from kvflow.serve.engine.model.step import Step, current
 
 
 def memory_of(kind: StateKind, pool: PagedPool) -> torch.Tensor:
@@ -98,13 +98,29 @@ class PagedLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        step = self._cache.step
-        return self._k.exchange(step, key_states), self._v.exchange(step, value_states)
+        if current.recorder is not None:
+            both: tuple[torch.Tensor, torch.Tensor]
+            both = current.recorder.exchange(self._exchange, key_states, value_states)
+            return both
+        return self._exchange(key_states, value_states)
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Write the new indexer keys [batch, tokens, dim]; return all that rows may attend to."""
+        new = indexer_key_states.unsqueeze(1)
+        if current.recorder is not None:
+            keys: torch.Tensor = current.recorder.exchange(self._exchange_indexer, new)
+            return keys.squeeze(1)
+        return self._exchange_indexer(new).squeeze(1)
+
+    def _exchange(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        step = self._cache.step
+        return self._k.exchange(step, keys), self._v.exchange(step, values)
+
+    def _exchange_indexer(self, keys: torch.Tensor) -> torch.Tensor:
         assert self._index_k is not None
-        return self._index_k.exchange(self._cache.step, indexer_key_states.unsqueeze(1)).squeeze(1)
+        return self._index_k.exchange(self._cache.step, keys)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.step.past + query_length, 0

@@ -27,6 +27,7 @@ from kvflow.serve.engine.model.paged_cache import PagedCache
 from kvflow.serve.engine.model.parallel.neighbours import ALONE, Neighbours
 from kvflow.serve.engine.model.parallel.stage import StageEnd
 from kvflow.serve.engine.model.probe import Layers, cache_argument, have_rows, kinds_of
+from kvflow.serve.engine.model.recorded import RecordedSteps
 from kvflow.serve.engine.model.rings import RingLayers
 from kvflow.serve.engine.model.step import Row, Step, current
 
@@ -78,6 +79,7 @@ class Runner:
         self._cache = PagedCache(layers, pool)
         self._ahead: DecodeSteps | None = None
         self._memory = KeptMemory()
+        self._recorded = RecordedSteps(self._call_packed)
         self._with_hidden = False
 
     @torch.inference_mode()
@@ -135,12 +137,19 @@ class Runner:
         current.step, current.rings = step, self._rings
         self._cache.step = step
         try:
-            logits = self._call(step.ids[None], step.positions[None], step.logits_to_keep, None)
+            # Hidden states are read by a hook, which a recording does not have. Other processes
+            # exchange tensors within the forward.
+            if step is self._ahead and self._neighbours is ALONE and not self._with_hidden:
+                return self._recorded(step.ids, step.positions, step.logits_to_keep)
+            return self._call_packed(step.ids, step.positions, step.logits_to_keep)
         finally:
             current.step = None
-        if self._takes_keep or isinstance(step.logits_to_keep, int):
-            return logits
-        return logits[step.logits_to_keep]
+
+    def _call_packed(
+        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor | int
+    ) -> torch.Tensor:
+        logits = self._call(ids[None], positions[None], keep, None)
+        return logits if self._takes_keep or isinstance(keep, int) else logits[keep]
 
     def _packed_step(self, rows: list[Row]) -> Step:
         if self._ahead is not None and self._ahead.advance(rows):

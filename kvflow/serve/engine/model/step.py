@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -207,14 +207,24 @@ class Step:
         return found
 
 
+class CallRecorder(Protocol):
+    """Records the calls of a step (see `recorded.py`)."""
+
+    def attend(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any: ...
+
+    def exchange(self, function: Callable[..., Any], *args: torch.Tensor) -> Any: ...
+
+
 class _Current(threading.local):
-    """The step that this thread runs, and the layers of its model that use rings.
+    """The step that this thread runs, the layers of its model that use rings, and what records the
+    step's calls.
 
     These are thread-local because transformers has no way to pass them to an attention function.
     """
 
     step: Step | None = None
     rings = RingLayers(())
+    recorder: CallRecorder | None = None
 
 
 current = _Current()
