@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,75 @@ def test_results_that_differ_are_not_repeated() -> None:
     assert run(forward).why_not == "the repeated calls have other results"
 
 
+def test_states_are_the_models_own_after_a_repeat_with_other_results() -> None:
+    """The calls of this model depend on a context, which a recording does not have."""
+    states: list[torch.Tensor] = []
+    weight = torch.full((4, 4), 0.1003)
+
+    def put(value: torch.Tensor) -> torch.Tensor:
+        states.append(value)
+        return value + 0
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            keys = linear(ids, positions, keep) @ weight
+        return as_cache(put, keys)
+
+    recorded = RecordedSteps(forward)
+    with torch.inference_mode():
+        for step in range(REPEATED):
+            recorded(IDS.roll(step), torch.arange(3) + step, 0)
+            assert states[-1].dtype == torch.bfloat16, step
+    assert recorded.why_not == "the repeated calls have other results"
+
+
+def test_steps_of_equally_many_earlier_tokens_are_no_two_recordings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = torch.arange(64.0)[:, None]
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> torch.Tensor:
+        return table[: current.step.past + 1][positions]  # type: ignore[union-attr]
+
+    recorded = RecordedSteps(forward)
+    for past in [9] * REPEATED + [10, 11]:
+        monkeypatch.setattr(current, "step", SimpleNamespace(past=past), raising=False)
+        assert recorded(IDS[:1], torch.tensor([past]), 0) == past
+    assert recorded.why_not == "two steps of a shape make different calls"
+
+
+def test_an_error_of_repeated_calls_is_none_of_the_step() -> None:
+    """This model reads a table as long as the longest sequence so far."""
+    table, size = torch.arange(64.0)[:, None], 16
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> torch.Tensor:
+        return table[:size][positions]
+
+    recorded = RecordedSteps(forward)
+    for at in range(REPEATED):
+        assert recorded(IDS[:1], torch.tensor([at]), 0) == at
+    assert not recorded.why_not
+    size = 32
+    assert recorded(IDS[:1], torch.tensor([20]), 0) == 20
+    assert "out of bounds" in recorded.why_not
+
+
+def test_recorded_steps_call_the_kernels_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's decomposition of `matmul` in Python would call others for a batch of one matrix."""
+    python = torch.ops.aten.matmul.default.py_kernels
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+
+    def fails(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setitem(python, key, fails)
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> torch.Tensor:
+        return linear(ids, positions, keep)[:, None].matmul(torch.eye(4)[None])[:, 0]
+
+    assert not run(forward).why_not
+
+
 def test_calls_that_change_a_tensor_are_repeated() -> None:
     def forward(ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> torch.Tensor:
         parts = linear(ids, positions, keep).split(2, dim=-1)
@@ -254,15 +324,15 @@ def test_each_shape_is_recorded_by_itself(monkeypatch: pytest.MonkeyPatch) -> No
         found = linear(ids, positions, keep).view(len(ids), 4)
         return found if isinstance(keep, int) else found[keep]
 
-    monkeypatch.setattr(module, "MOST_SHAPES", 4)
+    monkeypatch.setattr(module, "MOST_SHAPES", 5)
     recorded = RecordedSteps(forward)
     for _ in range(REPEATED + 1):
         for rows in (1, 2, 3):
             ids, positions = IDS[:rows], torch.arange(rows)
-            for keep in (0, torch.tensor([0]), torch.arange(rows)):
+            for keep in (0, torch.tensor([0]), torch.arange(rows), torch.arange(0)):
                 expected = forward(ids, positions, keep)
                 assert torch.equal(recorded(ids, positions, keep), expected)
-    assert len(recorded._shapes) == 4 and not recorded.why_not
+    assert len(recorded._shapes) == 5 and not recorded.why_not
     assert all(shape.repeat is not None for shape in recorded._shapes.values())
 
 

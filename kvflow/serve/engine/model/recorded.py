@@ -7,8 +7,9 @@ alone, unless the model looks at the values of tensors or at the number of earli
 steps are recorded, and their calls are repeated only if both made the same ones. They run the same
 kernels with the same shapes, so the results have the same bits.
 
-The states that a layer reads grow with its sequences. A step in which they have other shapes than
-in the recorded ones is recorded too, and its calls must be the same again.
+The states that a layer reads grow with its sequences. The first step in which they have another
+shape than before is recorded too. If its calls are the same again, any shape is taken from then on,
+because no causal model of transformers makes other calls from a certain number of tokens on.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ log = logging.getLogger("kvflow.serve.engine")
 
 # Steps of a shape before it is recorded: a shape that hardly ever occurs is not worth it.
 STEPS_BEFORE = 8
-# With more shapes than this, others run without a recording.
-MOST_SHAPES = 256
+# With more shapes than this, others run without a recording. One takes 20 KB for each layer.
+MOST_SHAPES = 64
 
 Keep = torch.Tensor | int
 Forward = Callable[[torch.Tensor, torch.Tensor, Keep], torch.Tensor]
@@ -48,7 +49,8 @@ class RecordedSteps:
         self.why_not = ""
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, keep: Keep) -> torch.Tensor:
-        key = (len(ids), keep if isinstance(keep, int) else len(keep))
+        # A tensor of no rows is another shape than 0, which means all rows.
+        key = (len(ids), -1 - keep if isinstance(keep, int) else len(keep))
         shape = self._shapes.get(key)
         if shape is None:
             if self.why_not or len(self._shapes) >= MOST_SHAPES:
@@ -60,8 +62,15 @@ class RecordedSteps:
             except _OtherShapeError:
                 # What the calls have written so far is written again.
                 pass
+            except Exception as error:  # noqa: BLE001 - the forward raises the model's own ones again
+                logits = self._forward(ids, positions, keep)
+                self._give_up(str(error) or type(error).__name__)
+                return logits
         shape.steps += 1
-        if shape.steps <= STEPS_BEFORE:
+        past = None if current.step is None else current.step.past
+        # Of two steps with as many earlier tokens, the same calls do not show that the number of
+        # these has no part in them.
+        if shape.steps <= STEPS_BEFORE or (past is not None and past == shape.past):
             return self._forward(ids, positions, keep)
         try:
             return self._record(shape, ids, positions, keep)
@@ -83,6 +92,7 @@ class RecordedSteps:
         made = recorder.recording(logits)
         if shape.recording is None:
             shape.recording = made
+            shape.past = None if current.step is None else current.step.past
         elif not made.same(shape.recording):
             self._give_up("two steps of a shape make different calls")
         else:
@@ -92,6 +102,8 @@ class RecordedSteps:
                 if torch.equal(repeat(ids, positions, keep), logits):
                     shape.repeat = repeat
                 else:
+                    # The repeated calls have written other states, too.
+                    logits = self._forward(ids, positions, keep)
                     self._give_up("the repeated calls have other results")
         return logits
 
@@ -112,10 +124,12 @@ class _OtherShapeError(Exception):
 class _Shape:
     """What is known of the steps of one shape."""
 
-    __slots__ = ("recording", "repeat", "steps")
+    __slots__ = ("past", "recording", "repeat", "steps")
 
     def __init__(self) -> None:
         self.steps = 0
+        # The earlier tokens of the longest row when the recording was made, if that is known.
+        self.past: int | None = None
         self.recording: Recording | None = None
         self.repeat: Forward | None = None
 
@@ -147,6 +161,9 @@ def _in_a_tuple(results: Any) -> tuple[torch.Tensor, ...]:
     return results if isinstance(results, tuple) else (results,)
 
 
+_WHOLE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
 class _ValuesUnseen(TorchDispatchMode):
     """Lets no call return what depends on the values of a tensor, except in another tensor."""
 
@@ -158,10 +175,12 @@ class _ValuesUnseen(TorchDispatchMode):
         ):
             raise UnrecordableError(f"the model looks at values: {func}")
         kwargs = kwargs or {}
-        # In inference mode, a call that consists of others arrives whole.
-        with self:
-            result = func.decompose(*args, **kwargs)
-        return func(*args, **kwargs) if result is NotImplemented else result
+        # In inference mode, a call that consists of others arrives whole. `decompose` would prefer
+        # torch's decompositions in Python, some of which make other calls than its kernels do.
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _WHOLE):
+            with self:
+                return func._op_dk(_WHOLE, *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def _indexes_by_number(func: Any, args: Any) -> bool:
@@ -322,7 +341,9 @@ class Recorder(TorchFunctionMode):
 
 
 # These return values of a tensor without a call of torch that could be seen.
-_BEHIND_TORCH = frozenset({"numpy", "tolist", "data_ptr", "__array__", "untyped_storage"})
+_BEHIND_TORCH = frozenset(
+    {"numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "storage", "untyped_storage"}
+)
 _MAY_DO_NOTHING = frozenset({torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.float})
 
 
