@@ -62,7 +62,7 @@ class RecordedSteps:
             except _OtherShapeError:
                 # What the calls have written so far is written again.
                 pass
-            except Exception as error:  # noqa: BLE001 - the forward raises the model's own ones again
+            except Exception as error:  # noqa: BLE001 - the forward raises the model's again
                 logits = self._forward(ids, positions, keep)
                 self._give_up(str(error) or type(error).__name__)
                 return logits
@@ -74,7 +74,7 @@ class RecordedSteps:
             return self._forward(ids, positions, keep)
         try:
             return self._record(shape, ids, positions, keep)
-        except Exception as error:  # noqa: BLE001 - the forward raises the model's own ones again
+        except Exception as error:  # noqa: BLE001 - the forward raises the model's again
             logits = self._forward(ids, positions, keep)
             self._give_up(str(error) or type(error).__name__)
             return logits
