@@ -40,6 +40,10 @@ Peer = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Orders = Annotated[str, typer.Option(help="page_first, layer_first, or both with a comma.")]
+Model = Annotated[
+    str, typer.Option("--model-path", help="The model to serve; empty: the demo model.")
+]
+Clients = Annotated[str, typer.Option(help="Clients at once, separated by commas.", metavar="N,N")]
 Threads = Annotated[int, typer.Option(help="Torch threads of every process.", min=1)]
 
 TABLE_COLUMNS = 160  # width of tables in a file or a pipe
@@ -231,15 +235,11 @@ def guards(
 
 @app.command()
 def serve(
-    model: Annotated[
-        str, typer.Option("--model-path", help="The model to serve; empty: the demo model.")
-    ] = "",
+    model: Model = "",
     api: Annotated[
         str, typer.Option(help="The streaming API: completions (OpenAI's) or generate.")
     ] = "completions",
-    clients: Annotated[
-        str, typer.Option(help="Clients at once, separated by commas.", metavar="N,N")
-    ] = "1,16",
+    clients: Clients = "1,16",
     new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.", min=2)] = 256,
     turns: Annotated[int, typer.Option(help="Interleaved turns of each case.", min=1)] = 5,
     threads: Threads = 1,
@@ -288,12 +288,8 @@ def viewers(
 
 @app.command()
 def grammars(
-    model: Annotated[
-        str, typer.Option("--model-path", help="The model to serve; empty: the demo model.")
-    ] = "",
-    clients: Annotated[
-        str, typer.Option(help="Clients at once, separated by commas.", metavar="N,N")
-    ] = "1,16",
+    model: Model = "",
+    clients: Clients = "1,16",
     new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=2)] = 256,
     temperature: Annotated[float, typer.Option(help="0: greedy.", min=0)] = 0.0,
     turns: Annotated[int, typer.Option(help="Interleaved turns of each case.", min=1)] = 7,

@@ -63,9 +63,7 @@ class RecordedSteps:
                 # What the calls have written so far is written again.
                 pass
             except Exception as error:  # noqa: BLE001 - the forward raises the model's again
-                logits = self._forward(ids, positions, keep)
-                self._give_up(str(error) or type(error).__name__)
-                return logits
+                return self._without(error, ids, positions, keep)
         shape.steps += 1
         past = None if current.step is None else current.step.past
         # Of two steps with as many earlier tokens, the same calls do not show that the number of
@@ -75,9 +73,7 @@ class RecordedSteps:
         try:
             return self._record(shape, ids, positions, keep)
         except Exception as error:  # noqa: BLE001 - the forward raises the model's again
-            logits = self._forward(ids, positions, keep)
-            self._give_up(str(error) or type(error).__name__)
-            return logits
+            return self._without(error, ids, positions, keep)
 
     def _record(
         self, shape: _Shape, ids: torch.Tensor, positions: torch.Tensor, keep: Keep
@@ -105,6 +101,14 @@ class RecordedSteps:
                     # The repeated calls have written other states, too.
                     logits = self._forward(ids, positions, keep)
                     self._give_up("the repeated calls have other results")
+        return logits
+
+    def _without(
+        self, error: Exception, ids: torch.Tensor, positions: torch.Tensor, keep: Keep
+    ) -> torch.Tensor:
+        """Run the step without a recording, and give up if only the recording failed."""
+        logits = self._forward(ids, positions, keep)
+        self._give_up(str(error) or type(error).__name__)
         return logits
 
     def _give_up(self, why: str) -> None:

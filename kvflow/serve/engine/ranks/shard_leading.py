@@ -107,8 +107,7 @@ class ShardLeader:
         message = wire.MapPool(os.getpid(), segment.fd, pool.layout)
         self._send(message)
         self._wait_until(lambda: all(shard.ended >= 0 for shard in self.shards))
-        if self._broken is not None:
-            raise self._broken
+        self.check()
 
     def close(self) -> None:
         """Close the links, which ends the other shards. No step may run. Idempotent."""

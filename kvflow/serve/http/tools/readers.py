@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvflow.serve.http.tools.json_values import JsonValue
-from kvflow.serve.http.tools.parts import Part, first_mark, held_from, mark_begins
+from kvflow.serve.http.tools.parts import Part, first_mark, mark_begins
 
 _SPACE = " \t\r\n"
 _LONGEST_HEAD = 256  # characters of a name with its separators
@@ -272,8 +272,8 @@ class TypedArguments:
         parts.append(Part("arguments", "}" if self._count else "{}", self._call))
 
 
-class TaggedCall:
-    """A call as a tag for the function, and one for each parameter with its plain value."""
+class _PlainCall:
+    """A call whose arguments are plain text between tags. `_read` reads one part of it."""
 
     def __init__(
         self, call: int, accepts: Callable[[str], bool], tools: Tools | None = None
@@ -281,36 +281,58 @@ class TaggedCall:
         self.done = self.broken = False
         self._call, self._accepts, self._tools = call, accepts, tools or Tools()
         self._text = ""
-        self._name: str | None = None
-        self._parameter: str | None = None
-        self._value: list[str] = []
+        self._pieces: list[str] = []  # of the text that ends at a tag
         self._arguments = TypedArguments(call, {})
 
     def take(self, text: str, parts: list[Part]) -> str:
         self._text += text
-        progress = True
-        while progress and not (self.done or self.broken):
-            progress = self._read_tag(parts) if self._parameter is None else self._read_value(parts)
+        while not (self.done or self.broken) and self._read(parts):
+            pass
         rest, self._text = self._text, ""
         if self.done or self.broken:
             return rest
         self._text = rest
         return ""
 
+    def _read(self, parts: list[Part]) -> bool:
+        """Read one part. Return False until all of it is there."""
+        raise NotImplementedError
+
+    def _name_is(self, name: str, parts: list[Part]) -> None:
+        parts.append(Part("call", name, self._call))
+        self._arguments = TypedArguments(self._call, self._tools.properties(name))
+
+    def _until(self, tag: str) -> str | None:
+        """Return the text before `tag`, and continue after the tag. None until it is there."""
+        text, found, rest = self._text.partition(tag)
+        if not found:
+            # Only the end may belong to the tag. Searching all again would take quadratic time.
+            cut = mark_begins(text, (tag,))
+            self._pieces.append(text[:cut])
+            self._text = text[cut:]
+            return None
+        whole = "".join((*self._pieces, text))
+        self._pieces.clear()
+        self._text = rest
+        return whole
+
+
+class TaggedCall(_PlainCall):
+    """A call as a tag for the function, and one for each parameter with its plain value."""
+
+    _name: str | None = None
+    _parameter: str | None = None
+
+    def _read(self, parts: list[Part]) -> bool:
+        return self._read_tag(parts) if self._parameter is None else self._read_value(parts)
+
     def _read_value(self, parts: list[Part]) -> bool:
-        value, tag, rest = self._text.partition(_PARAMETER_END)
-        if tag:
-            self._value.append(value)
-            self._text = rest
-            self._add("".join(self._value), parts)
-            self._value.clear()
-            self._parameter = None
-            return True
-        # Only the end may belong to the tag. Searching all of it again would take quadratic time.
-        cut = held_from(self._text, (_PARAMETER_END,))
-        self._value.append(self._text[:cut])
-        self._text = self._text[cut:]
-        return False
+        assert self._parameter is not None
+        if (value := self._until(_PARAMETER_END)) is None:
+            return False
+        self._arguments.add(self._parameter, value.removeprefix("\n").removesuffix("\n"), parts)
+        self._parameter = None
+        return True
 
     def _read_tag(self, parts: list[Part]) -> bool:
         """Read one tag. Return False until all of it is there."""
@@ -338,15 +360,10 @@ class TaggedCall:
             self._parameter, self._text = name.strip(), rest
         elif (name := name.strip()) and self._accepts(name):
             self._name, self._text = name, rest
-            self._arguments = TypedArguments(self._call, self._tools.properties(name))
-            parts.append(Part("call", name, self._call))
+            self._name_is(name, parts)
         else:
             self.broken = True
         return True
-
-    def _add(self, raw: str, parts: list[Part]) -> None:
-        assert self._parameter is not None
-        self._arguments.add(self._parameter, raw.removeprefix("\n").removesuffix("\n"), parts)
 
     def _end(self, parts: list[Part]) -> None:
         if self._name is None:
@@ -356,34 +373,17 @@ class TaggedCall:
         self.done = True
 
 
-class KeyedCall:
+class KeyedCall(_PlainCall):
     """A call as the function's name, and two tags for each parameter: its key and its value."""
 
-    def __init__(
-        self, call: int, accepts: Callable[[str], bool], tools: Tools | None = None
-    ) -> None:
-        self.done = self.broken = False
-        self._call, self._accepts, self._tools = call, accepts, tools or Tools()
-        self._text = ""
-        self._named = False
-        self._key: str | None = None
-        self._ends = ""  # the tag that ends the key or the value that is being read
-        self._piece: list[str] = []  # of that key or value
-        self._arguments = TypedArguments(call, {})
+    _named = False
+    _key: str | None = None
+    _ends = ""  # the tag that ends the key or the value that is being read
 
-    def take(self, text: str, parts: list[Part]) -> str:
-        self._text += text
-        progress = True
-        while progress and not (self.done or self.broken):
-            if not self._named:
-                progress = self._read_name(parts)
-            else:
-                progress = self._read_text(parts) if self._ends else self._read_tag(parts)
-        rest, self._text = self._text, ""
-        if self.done or self.broken:
-            return rest
-        self._text = rest
-        return ""
+    def _read(self, parts: list[Part]) -> bool:
+        if not self._named:
+            return self._read_name(parts)
+        return self._read_text(parts) if self._ends else self._read_tag(parts)
 
     def _read_name(self, parts: list[Part]) -> bool:
         """Read the name, which ends with its line or at a tag."""
@@ -396,8 +396,7 @@ class KeyedCall:
         self.broken = not _PLAIN_NAME.fullmatch(found) or not self._accepts(found)
         if self.broken:
             return False
-        parts.append(Part("call", found, self._call))
-        self._arguments = TypedArguments(self._call, self._tools.properties(found))
+        self._name_is(found, parts)
         self._named, self._text = True, self._text[at:]
         return True
 
@@ -417,15 +416,9 @@ class KeyedCall:
         return True
 
     def _read_text(self, parts: list[Part]) -> bool:
-        text, tag, rest = self._text.partition(self._ends)
-        if not tag:
-            cut = mark_begins(text, (self._ends,))
-            self._piece.append(text[:cut])
-            self._text = text[cut:]
+        if (found := self._until(self._ends)) is None:
             return False
-        found = "".join((*self._piece, text))
-        self._piece.clear()
-        self._text, self._ends = rest, ""
+        self._ends = ""
         if self._key is None:
             self._key = found.strip()
         else:
