@@ -153,9 +153,13 @@ class Matcher:
         """
         if not self.consume(tokens):
             return likely
+        # What follows most texts is not forced, and asking for that takes longer than asking
+        # whether one token may follow. So the grammar is asked for it only where that is left.
+        if likely >= min(most, self._vocab_size) or not self.state.validate_tokens([likely]):
+            return None if self.check() else likely
         forced = self.state.compute_ff_tokens()
         token = int(forced[0]) if forced else likely
-        if token >= min(most, self._vocab_size) or not self.state.try_consume_tokens([token]):
+        if token >= most or not self.state.try_consume_tokens([token]):
             return None if self.check() else likely
         self._consumed += 1
         return token
@@ -223,9 +227,10 @@ class Grammars:
     def allowed(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Allowed:
         """Return the same as bits."""
         bits = self._everything(len(answers))
-        for row, (matcher, tokens) in zip(bits, answers, strict=True):
+        address, size = bits.ctypes.data, bits.strides[0]
+        for i, (matcher, tokens) in enumerate(answers):
             if matcher.consume(tokens):
-                matcher.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                matcher.state.unsafe_compute_mask_ptr(address + i * size, size)
         return _checked(answers, bits)
 
     def masks_ahead(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Future[Masks]:
