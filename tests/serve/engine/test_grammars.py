@@ -39,10 +39,10 @@ from kvflow.serve.engine.model.grammars import (
 )
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.model.sequence import Sequence
-from kvflow.serve.engine.scheduler import burst
+from kvflow.serve.engine.scheduler import burst, sampling
 from kvflow.serve.engine.scheduler.adjustments import adjustments_of
 from kvflow.serve.engine.scheduler.params import SamplingParams
-from kvflow.serve.engine.scheduler.sampling import Draw, choose, masks_ahead
+from kvflow.serve.engine.scheduler.sampling import Draw, allowed_ahead, choose
 from tests.serve.engine.pair import EnginePair, greedy, until
 
 SCHEMAS: list[tuple[str, str, Any, list[Any]]] = [
@@ -327,13 +327,43 @@ def test_a_batch_with_and_without_grammars(
         *(4 * [drawn]),
     ]
     draws = [first_draw(grammars, each, seed=4) for each in params]
-    masks = masks_ahead(draws) if ahead else None
-    assert (masks is not None) is ahead
-    found = choose(logits, draws, masks)
+    begun = allowed_ahead(draws) if ahead else None
+    assert (begun is not None) is ahead
+    found = choose(logits, draws, begun)
     assert [each.token_id for each in found[:5]] == [77, brace, colon, brace, colon]
     for each in found[5:]:
         assert each.token_id == brace and each.top_logprobs[0][0] == 77
-    assert masks_ahead(draws[:1]) is None and masks_ahead(draws[:8]) is None
+    assert allowed_ahead(draws[:1]) is None and allowed_ahead(draws[:8]) is None
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_few_allowed_tokens_are_drawn_as_from_a_mask_of_all(
+    demo: LoadedModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Over grammars that allow one, some and many tokens, with random parameters."""
+    print("seed", seed)
+    rng = random.Random(seed)
+    logits = torch.randn(40, demo.vocab_size, generator=torch.Generator().manual_seed(seed)) * 4
+    texts = ["x", "[abc]", "[a-z]{1,3}", "(alpha|beta|gamma)", "[a-zA-Z0-9 .,]+", "."]
+    params = [
+        SamplingParams(
+            grammar=Grammar("regex", rng.choice(texts)),
+            temperature=rng.choice([0.3, 1.0, 2.0]),
+            top_p=rng.choice([1.0, 0.9, 0.3]),
+            top_k=rng.choice([-1, 2, 5, 2000]),
+            min_p=rng.choice([0.0, 0.2]),
+        )
+        for _ in range(len(logits))
+    ]
+
+    def drawn() -> list[int]:
+        draws = [first_draw(grammars, each, seed=seed + i) for i, each in enumerate(params)]
+        return [each.token_id for each in choose(logits, draws)]
+
+    found = drawn()
+    monkeypatch.setattr(sampling, "few_tokens", lambda allowed, most: None)
+    assert found == drawn()
+    assert len(set(found)) > 10
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -222,7 +222,7 @@ class Grammars:
 
         All tokens may follow an answer whose matcher has an `error`.
         """
-        return self._masks_of(self.allowed(answers))
+        return self.masks_of(self.allowed(answers))
 
     def allowed(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Allowed:
         """Return the same as bits."""
@@ -233,16 +233,16 @@ class Grammars:
                 matcher.state.unsafe_compute_mask_ptr(address + i * size, size)
         return _checked(answers, bits)
 
-    def masks_ahead(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Future[Masks]:
-        """Begin to compute `masks` in a thread, while the model computes the logits.
+    def allowed_ahead(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Future[Allowed]:
+        """Begin to compute `allowed` in a thread, while the model computes the logits.
 
         Until the result is there, the matchers must not be used otherwise.
         """
         if self._masking is None:
             self._masking = ThreadPoolExecutor(1, thread_name_prefix="kvflow-masks")
-        return self._masking.submit(self._masks_together, answers)
+        return self._masking.submit(self._allowed_together, answers)
 
-    def _masks_together(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Masks:
+    def _allowed_together(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Allowed:
         bits = self._everything(len(answers))
         rows = [(one.state, i) for i, (one, tokens) in enumerate(answers) if one.consume(tokens)]
         if rows:
@@ -250,16 +250,17 @@ class Grammars:
             self._executor.unsafe_compute_mask_ptr(
                 rows, bits.ctypes.data, bits.strides[0], len(answers)
             )
-        return self._masks_of(_checked(answers, bits))
+        return _checked(answers, bits)
 
     def _everything(self, answers: int) -> Allowed:
         # llguidance writes words of 32 bits.
         return np.full((answers, (self._width + 31) // 32 * 4), 255, dtype=np.uint8)
 
-    def _masks_of(self, bits: Allowed) -> Masks:
+    def masks_of(self, allowed: Allowed) -> Masks:
+        """Return the masks that `allowed` stands for."""
         # `take` needs a quarter of the time that indexing needs.
-        masks = np.take(_MASK_OF_BYTE, bits, axis=0)
-        return masks.reshape(len(bits), -1)[:, : self._width]
+        masks = np.take(_MASK_OF_BYTE, allowed, axis=0)
+        return masks.reshape(len(allowed), -1)[:, : self._width]
 
     def close(self) -> None:
         if self._thread is not None:
@@ -364,17 +365,24 @@ def most_likely_of(logits: npt.NDArray[Any], allowed: Allowed) -> int:
     first one among equals. `allowed` [bytes] is a row of `Grammars.allowed`.
     """
     # Where a grammar allows few tokens, a mask of all others would take more time.
-    if (tokens := _few_tokens(allowed.tobytes(), len(logits))) is not None:
+    if (tokens := few_tokens(allowed, len(logits))) is not None:
         return int(tokens[logits[tokens].argmax()]) if len(tokens) else 0
     masks = np.take(_MASK_OF_BYTE, allowed, axis=0).reshape(-1)
     width = min(len(logits), len(masks))
     return int((logits[:width] + masks[:width]).argmax())
 
 
+def few_tokens(allowed: npt.NDArray[np.uint8], most: int) -> npt.NDArray[np.int64] | None:
+    """Return the tokens below `most` that may follow, in ascending order, or None for many.
+
+    `allowed` [bytes] is a row of `Grammars.allowed`. The result must not be changed.
+    """
+    return _few_tokens(allowed.tobytes(), most)
+
+
 # The states of a grammar between two strings or numbers occur again and again.
 @functools.lru_cache(512)
 def _few_tokens(allowed: bytes, most: int) -> npt.NDArray[np.int64] | None:
-    """Return the tokens below `most` that may follow, in ascending order, or None for many."""
     bits = np.frombuffer(allowed, np.uint8)
     some = np.flatnonzero(bits)
     if len(some) > _FEW_BYTES:

@@ -27,7 +27,7 @@ from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.budget import Admission
 from kvflow.serve.engine.scheduler.local_prompts import LocalPrompts
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut, finish
-from kvflow.serve.engine.scheduler.sampling import Choice, Draw, choose, masks_ahead
+from kvflow.serve.engine.scheduler.sampling import Choice, Draw, allowed_ahead, choose
 
 # Steps that end within this time share a delivery, because each delivery takes the interpreter lock
 # from the model thread.
@@ -221,7 +221,7 @@ class Burst:
     def _step(self, batch: list[DecodeRequest]) -> Tokens:
         rows, chosen = self._rows(batch)
         draws = [Draw(r.params, r.seed, r.sequence.length, r.adjustments) for r in chosen]
-        masks = masks_ahead(draws)
+        ahead = allowed_ahead(draws)
         hidden: torch.Tensor | None = None
         if any(r.params.hidden_states for r in batch):
             logits, hidden = self._runner.forward_with_hidden(rows)
@@ -231,7 +231,7 @@ class Burst:
             row.sequence.computed += row.new
         tokens: Tokens = []
         for i, (request, choice) in enumerate(
-            zip(chosen, choose(logits, draws, masks) if draws else (), strict=True)
+            zip(chosen, choose(logits, draws, ahead) if draws else (), strict=True)
         ):
             request.sequence.append(choice.token_id)
             if (error := request.grammar_error) is not None:

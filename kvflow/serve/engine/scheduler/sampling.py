@@ -13,9 +13,19 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvflow.serve.engine.model.grammars import Grammars, Masks, Matcher, Tokens, most_likely_of
+from kvflow.serve.engine.model.grammars import (
+    Allowed,
+    Grammars,
+    Masks,
+    Matcher,
+    Tokens,
+    few_tokens,
+    most_likely_of,
+)
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
 
@@ -43,7 +53,7 @@ class Choice(NamedTuple):
     asked_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def masks_ahead(draws: Sequence[Draw]) -> Future[Masks] | None:
+def allowed_ahead(draws: Sequence[Draw]) -> Future[Allowed] | None:
     """Begin to compute what the grammars of rows that are not greedy allow, for `choose`.
 
     Returns None if `choose` is to compute it, because there are few such rows.
@@ -52,17 +62,17 @@ def masks_ahead(draws: Sequence[Draw]) -> Future[Masks] | None:
     if len(drawn) < _FEWEST_AHEAD:
         return None
     answers, grammars = _answers(drawn), _grammars(drawn)
-    return None if grammars is None else grammars.masks_ahead(list(answers.values()))
+    return None if grammars is None else grammars.allowed_ahead(list(answers.values()))
 
 
 def choose(
-    logits: torch.Tensor, draws: Sequence[Draw], masks: Future[Masks] | None = None
+    logits: torch.Tensor, draws: Sequence[Draw], ahead: Future[Allowed] | None = None
 ) -> list[Choice]:
     """Choose one token for each row of `logits` [rows, vocabulary]; greedy rows cost one argmax.
 
-    `masks` is the result of `masks_ahead` with the same draws.
+    `ahead` is the result of `allowed_ahead` with the same draws.
     """
-    tokens = _most_likely(logits)
+    tokens, vocabulary = _most_likely(logits), logits.shape[-1]
     adjusted = {
         i: d.adjustments(logits[i], d.position)
         for i, d in enumerate(draws)
@@ -70,23 +80,26 @@ def choose(
     }
     for i, row in adjusted.items():
         tokens[i] = int(row.argmax())
+    few: dict[int, npt.NDArray[np.int64]] = {}
     if (grammars := _grammars(draws)) is not None:
         answers = _answers(draws)
         greedy = {i: answers.pop(i) for i in list(answers) if draws[i].params.greedy}
         if left := _left_to_masks(greedy, logits, adjusted, tokens):
             _choose_allowed(left, grammars, logits, adjusted, tokens)
         if answers:
-            added = grammars.masks(list(answers.values())) if masks is None else masks.result()
-            adjusted.update(
-                zip(answers, _masked(logits, adjusted, list(answers), added), strict=True)
-            )
-    drawn = [i for i, d in enumerate(draws) if not d.params.greedy]
+            allowed = grammars.allowed(list(answers.values())) if ahead is None else ahead.result()
+            few = _limited(list(answers), allowed, grammars, logits, adjusted)
+    if few:
+        found = _draw(_logits_of(logits, few), [draws[i] for i in few], vocabulary)
+        for (i, among), n in zip(few.items(), found, strict=True):
+            tokens[i] = int(among[n])
+    drawn = [i for i, d in enumerate(draws) if not d.params.greedy and i not in few]
     if drawn:
         if adjusted:
             rows = torch.stack([adjusted.get(i, logits[i]).float() for i in drawn])
         else:
             rows = logits[drawn].float()
-        for i, token in zip(drawn, _draw(rows, [draws[i] for i in drawn]), strict=True):
+        for i, token in zip(drawn, _draw(rows, [draws[i] for i in drawn], vocabulary), strict=True):
             tokens[i] = token
     wanted = [i for i, d in enumerate(draws) if d.params.logprobs is not None]
     choices = [Choice(token) for token in tokens]
@@ -145,6 +158,45 @@ def _choose_allowed(
         tokens[i] = token
 
 
+def _limited(
+    rows: list[int],
+    allowed: Allowed,
+    grammars: Grammars,
+    logits: torch.Tensor,
+    adjusted: dict[int, torch.Tensor],
+) -> dict[int, npt.NDArray[np.int64]]:
+    """Return the tokens of those drawn `rows` whose grammar allows few. Mask the others in
+    `adjusted`. `allowed` has a row for each of `rows`.
+    """
+    few = {}
+    many = []
+    for n, i in enumerate(rows):
+        among = None if i in adjusted else few_tokens(allowed[n], logits.shape[-1])
+        if among is None or not len(among):
+            many.append(n)
+        else:
+            few[i] = among
+    if many:
+        masked = [rows[n] for n in many]
+        masks = grammars.masks_of(allowed[many])
+        adjusted.update(zip(masked, _masked(logits, adjusted, masked, masks), strict=True))
+    return few
+
+
+def _logits_of(logits: torch.Tensor, few: dict[int, npt.NDArray[np.int64]]) -> torch.Tensor:
+    """Return float32 [rows, tokens]: the logits of the tokens of each row of `few`, then -inf."""
+    counts = [len(among) for among in few.values()]
+    tokens = np.zeros((len(few), max(counts)), np.int64)
+    for row, among in zip(tokens, few.values(), strict=True):
+        row[: len(among)] = among
+    beyond = np.arange(max(counts)) >= np.array(counts)[:, None]
+    device = logits.device
+    found = logits[
+        torch.tensor(list(few), device=device)[:, None], torch.from_numpy(tokens).to(device)
+    ]
+    return found.float().masked_fill(torch.from_numpy(beyond).to(device), -math.inf)
+
+
 def _grammars(draws: Sequence[Draw]) -> Grammars | None:
     for draw in draws:
         if draw.params.grammar is not None and draw.adjustments is not None:
@@ -193,9 +245,11 @@ def uniform(seed: int, position: int) -> float:
     return float(int.from_bytes(digest, "little") >> 11) / float(1 << 53)
 
 
-def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """Draw a token for each row by inverse CDF, independently of the other rows of the batch."""
-    vocabulary = logits.shape[-1]
+def _draw(logits: torch.Tensor, draws: list[Draw], vocabulary: int) -> list[int]:
+    """Draw a column for each row by inverse CDF, independently of the other rows of the batch.
+
+    Columns that are left out of the `vocabulary` change no draw if their logits are -inf.
+    """
     device = logits.device
     heats = torch.tensor(
         [[d.params.temperature] for d in draws], dtype=torch.float64, device=device
@@ -215,7 +269,7 @@ def _draw(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
         _pick(tokens, free, torch.softmax(kept, dim=-1).cumsum(dim=-1), points[free], None)
     cut = sorted(set(range(len(draws))) - set(free))
     if cut:
-        few = min(CANDIDATES, vocabulary)
+        few = min(CANDIDATES, logits.shape[-1])
         rest = _draw_cut(tokens, cut, *scaled[cut].topk(few, dim=-1), scaled[cut], points, draws)
         if rest:
             everything = scaled[rest].sort(dim=-1, descending=True, stable=True)
