@@ -54,15 +54,14 @@ class Choice(NamedTuple):
 
 
 def allowed_ahead(draws: Sequence[Draw]) -> Future[Allowed] | None:
-    """Begin to compute what the grammars of rows that are not greedy allow, for `choose`.
+    """Begin to compute what the grammars of the rows allow, for `choose`.
 
     Returns None if `choose` is to compute it, because there are few such rows.
     """
-    drawn = [draw for draw in draws if draw.params.grammar is not None and not draw.params.greedy]
-    if len(drawn) < _FEWEST_AHEAD:
+    answers, grammars = _answers(draws), _grammars(draws)
+    if grammars is None or len(answers) < _FEWEST_AHEAD:
         return None
-    answers, grammars = _answers(drawn), _grammars(drawn)
-    return None if grammars is None else grammars.allowed_ahead(list(answers.values()))
+    return grammars.allowed_ahead(list(answers.values()))
 
 
 def choose(
@@ -82,13 +81,7 @@ def choose(
         tokens[i] = int(row.argmax())
     few: dict[int, npt.NDArray[np.int64]] = {}
     if (grammars := _grammars(draws)) is not None:
-        answers = _answers(draws)
-        greedy = {i: answers.pop(i) for i in list(answers) if draws[i].params.greedy}
-        if left := _left_to_masks(greedy, logits, adjusted, tokens):
-            _choose_allowed(left, grammars, logits, adjusted, tokens)
-        if answers:
-            allowed = grammars.allowed(list(answers.values())) if ahead is None else ahead.result()
-            few = _limited(list(answers), allowed, grammars, logits, adjusted)
+        few = _apply_grammars(grammars, draws, ahead, logits, adjusted, tokens)
     if few:
         found = _draw(_logits_of(logits, few), [draws[i] for i in few], vocabulary)
         for (i, among), n in zip(few.items(), found, strict=True):
@@ -118,20 +111,65 @@ def _answers(draws: Sequence[Draw]) -> dict[int, tuple[Matcher, Tokens]]:
     }
 
 
+def _apply_grammars(
+    grammars: Grammars,
+    draws: Sequence[Draw],
+    ahead: Future[Allowed] | None,
+    logits: torch.Tensor,
+    adjusted: dict[int, torch.Tensor],
+    tokens: list[int],
+) -> dict[int, npt.NDArray[np.int64]]:
+    """Change `tokens`, the most likely ones, to the most likely ones that the grammars allow.
+
+    Of the rows to draw, return the allowed tokens of those that have few, and mask the others in
+    `adjusted`.
+    """
+    answers = _answers(draws)
+    if ahead is None:
+        answers = _left_to_masks(answers, draws, logits, adjusted, tokens)
+        allowed = grammars.allowed(list(answers.values()))
+    else:
+        allowed = ahead.result()
+    few: dict[int, npt.NDArray[np.int64]] = {}
+    masked = {}
+    plain = logits.numpy() if _is_fast_in_numpy(logits) else None
+    for i, row in zip(answers, allowed, strict=True):
+        if not draws[i].params.greedy:
+            among = None if i in adjusted else few_tokens(row, logits.shape[-1])
+            if among is not None and len(among):
+                few[i] = among
+                continue
+        elif grammars.may_follow(row, tokens[i]) and not _is_banned(adjusted, i, tokens[i]):
+            continue
+        elif plain is not None and i not in adjusted:
+            tokens[i] = most_likely_of(plain[i], row)
+            continue
+        masked[i] = row
+    if masked:
+        found = _masked(
+            logits, adjusted, list(masked), grammars.masks_of(np.stack(list(masked.values())))
+        )
+        adjusted.update(zip(masked, found, strict=True))
+        for i, token in zip(masked, _most_likely(found), strict=True):
+            tokens[i] = token
+    return few
+
+
 def _left_to_masks(
     answers: dict[int, tuple[Matcher, Tokens]],
+    draws: Sequence[Draw],
     logits: torch.Tensor,
     adjusted: dict[int, torch.Tensor],
     tokens: list[int],
 ) -> dict[int, tuple[Matcher, Tokens]]:
-    """Return those of the greedy `answers` that need a mask. Change `tokens`, the most likely ones,
-    for the others.
+    """Return the `answers` that need a mask. The others are greedy: change their `tokens` to those
+    that their grammars force.
     """
     left = {}
     for i, (matcher, answer) in answers.items():
-        # What other parameters ban is for `_masked` to judge.
-        banned = i in adjusted and bool(torch.isneginf(adjusted[i][tokens[i]]))
-        token = None if banned else matcher.choose(answer, tokens[i], logits.shape[-1])
+        token = None
+        if draws[i].params.greedy and not _is_banned(adjusted, i, tokens[i]):
+            token = matcher.choose(answer, tokens[i], logits.shape[-1])
         if token is None:
             left[i] = (matcher, answer)
         else:
@@ -139,48 +177,9 @@ def _left_to_masks(
     return left
 
 
-def _choose_allowed(
-    answers: dict[int, tuple[Matcher, Tokens]],
-    grammars: Grammars,
-    logits: torch.Tensor,
-    adjusted: dict[int, torch.Tensor],
-    tokens: list[int],
-) -> None:
-    """Change `tokens` to the most likely ones that may follow the greedy `answers`."""
-    if _is_fast_in_numpy(logits) and adjusted.keys().isdisjoint(answers):
-        rows = logits.numpy()
-        for i, allowed in zip(answers, grammars.allowed(list(answers.values())), strict=True):
-            tokens[i] = most_likely_of(rows[i], allowed)
-            answers[i][0].take(tokens[i])
-        return
-    masked = _masked(logits, adjusted, list(answers), grammars.masks(list(answers.values())))
-    for i, token in zip(answers, _most_likely(masked), strict=True):
-        tokens[i] = token
-
-
-def _limited(
-    rows: list[int],
-    allowed: Allowed,
-    grammars: Grammars,
-    logits: torch.Tensor,
-    adjusted: dict[int, torch.Tensor],
-) -> dict[int, npt.NDArray[np.int64]]:
-    """Return the tokens of those drawn `rows` whose grammar allows few. Mask the others in
-    `adjusted`. `allowed` has a row for each of `rows`.
-    """
-    few = {}
-    many = []
-    for n, i in enumerate(rows):
-        among = None if i in adjusted else few_tokens(allowed[n], logits.shape[-1])
-        if among is None or not len(among):
-            many.append(n)
-        else:
-            few[i] = among
-    if many:
-        masked = [rows[n] for n in many]
-        masks = grammars.masks_of(allowed[many])
-        adjusted.update(zip(masked, _masked(logits, adjusted, masked, masks), strict=True))
-    return few
+def _is_banned(adjusted: dict[int, torch.Tensor], row: int, token: int) -> bool:
+    """Return True if other parameters than a grammar ban the token. `_masked` judges then."""
+    return row in adjusted and bool(torch.isneginf(adjusted[row][token]))
 
 
 def _logits_of(logits: torch.Tensor, few: dict[int, npt.NDArray[np.int64]]) -> torch.Tensor:
@@ -216,7 +215,7 @@ def _masked(
     added = torch.from_numpy(masks)[:, : plain.shape[-1]].to(plain.device)
     if (more := plain.shape[-1] - added.shape[-1]) > 0:
         added = torch.nn.functional.pad(added, (0, more), value=-math.inf)
-    masked = plain + added
+    masked = plain.add_(added)
     for n, i in enumerate(rows):
         if i in adjusted:
             row = adjusted[i] + added[n]
