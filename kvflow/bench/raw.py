@@ -60,6 +60,13 @@ class RawWriter:
 
     def write(self, pages: PageIndices, targets: PageIndices | None = None) -> float:
         """Copy `pages` onto `targets`, or onto scattered target pages, and return the seconds."""
+        columns = self.plan(pages, targets)
+        start = time.perf_counter()
+        self.move(columns)
+        return time.perf_counter() - start
+
+    def plan(self, pages: PageIndices, targets: PageIndices | None = None) -> Blocks:
+        """Return the blocks of a write; see `write`."""
         if targets is None:
             total = self._pairing.target.num_pages
             targets = (
@@ -69,10 +76,7 @@ class RawWriter:
             pages, targets, max_block_bytes=self.way.block_bytes, target_bases=self._target_bases
         )
         # The bare calls take one integer at a time. Python ints are faster to pass than numpy ones.
-        columns = Blocks(*(column.tolist() for column in blocks))
-        start = time.perf_counter()
-        self.move(columns)
-        return time.perf_counter() - start
+        return Blocks(*(column.tolist() for column in blocks))
 
     def move(self, blocks: Blocks) -> None:
         raise NotImplementedError

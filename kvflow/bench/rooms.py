@@ -17,6 +17,7 @@ SHAPE = {"layers": 1, "heads": 1, "dim": 8, "page_size": 16, "pages": 1024}
 ROOMS = {1: 400, 32: 3000, 256: 6000}
 PEER_ROOMS = {1: 200, 32: 800, 256: 1024}
 IDLE_S = 1.0
+BARE_ROOMS = 400
 
 
 def row(
@@ -43,6 +44,14 @@ async def ours(pair: WorkerPair, concurrency: int, count: int) -> Row:
     }
 
 
+async def beside_bare(pair: WorkerPair) -> Row:
+    """Measure rooms one at a time, and the same messages and writes without kvflow."""
+    prefill, decode = await pair.rooms(BARE_ROOMS, 1, 1)
+    mine = row(decode["opened"], decode["done"], prefill["cpu_s"], decode["cpu_s"])["p50_ms"]
+    bare = float(np.median(await pair.bare_rooms(BARE_ROOMS))) * 1e3
+    return {"room_p50_ms": mine, "bare_p50_ms": bare, "ratio": mine / bare}
+
+
 async def theirs(peer: Process, concurrency: int, poll_ms: float) -> Row:
     seen = await peer.ask(
         "rooms", count=PEER_ROOMS[concurrency], concurrency=concurrency, pages=1, poll_ms=poll_ms
@@ -54,11 +63,13 @@ async def bench_rooms(
     planes: tuple[str, ...], rounds: int, peer_harness: str | None, say: Say
 ) -> dict[str, Any]:
     """Measure in interleaved rounds. At each concurrency, a round measures every data plane, and
-    then the peer with every polling interval.
+    then the peer with every polling interval. A round begins with rooms beside bare exchanges.
 
-    Returns {"rounds", "idle": {...}, plane: {concurrency: medians}, "sglang": ..., "ratios": ...}.
+    Returns {"rounds", "idle": {...}, plane: {concurrency: medians, "beside bare": medians},
+    "sglang": ..., "ratios": ...}.
     """
     rows: dict[tuple[str, int], list[Row]] = {}
+    bare: dict[str, list[Row]] = {plane: [] for plane in planes}
     polled: dict[tuple[float, int], list[Row]] = {}
     async with AsyncExitStack() as stack:
         pairs: dict[str, WorkerPair] = {}
@@ -75,7 +86,10 @@ async def bench_rooms(
         # A few rooms run before the clock starts, so that links connect and caches warm up.
         for pair in pairs.values():
             await pair.rooms(200, 8, 1)
+            await pair.bare_setup()
         for turn in range(rounds):
+            for plane, pair in pairs.items():
+                bare[plane].append(await beside_bare(pair))
             for concurrency in CONCURRENCY:
                 for plane, pair in pairs.items():
                     rows.setdefault((plane, concurrency), []).append(
@@ -91,6 +105,7 @@ async def bench_rooms(
     report: dict[str, Any] = {"rounds": rounds, "idle": idle, "left": left}
     for plane in planes:
         report[plane] = {str(c): medians(rows[plane, c]) for c in CONCURRENCY}
+        report[plane]["beside bare"] = medians(bare[plane])
     if peer is not None:
         report["sglang"], report["ratios"] = compare(rows, polled, planes)
     return report

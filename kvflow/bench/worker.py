@@ -2,8 +2,8 @@
 
     python -m kvflow.bench.worker prefill|decode
 
-Commands: setup, verify, rooms, raw_setup and raw (prefill only), exported, idle, state, quit. The
-driver (`pair.py`) sends the same `rooms` command to both sides.
+Commands: setup, verify, rooms, raw_setup and raw (prefill only), bare_setup, bare_rooms, exported,
+idle, state, quit. The driver (`pair.py`) sends the same `rooms` command to both sides.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import uvloop
 
+from kvflow.bench.bare import BareDecode, BarePrefill
 from kvflow.bench.child import StallTicker, cpu_s, serve
 from kvflow.bench.raw import TUNE_PAGES, RawWriter, open_raw
 from kvflow.memory.checksum import PageChecksums
@@ -61,6 +62,7 @@ class Worker:
         self._small_pages = 1  # pages of the size in which commands count, in one of ours
         self.source_pages: PageIndices
         self.raw_writer: RawWriter
+        self.bare_end: BareDecode | BarePrefill | None = None
 
     async def setup(
         self,
@@ -192,13 +194,17 @@ class Worker:
         out["done"][number] = time.monotonic()
         room.close()
 
-    async def raw_setup(self, *, address: Any, layout: Any) -> dict[str, Any]:
-        """Open a raw writer into decode's pool, and return its fastest way of writing."""
+    async def raw_setup(
+        self, *, address: Any, layout: Any, sample_pages: int = TUNE_PAGES
+    ) -> dict[str, Any]:
+        """Open a raw writer into decode's pool, and return its fastest way of writing
+        `sample_pages` pages.
+        """
         peer, theirs = msgspec.convert(address, PlaneAddress), msgspec.convert(layout, PoolLayout)
         self.raw_writer = await asyncio.to_thread(
             open_raw, self.node.plane, self.pool.layout, peer, theirs
         )
-        sample = source_slice(self.source_pages, 0, min(TUNE_PAGES, len(self.source_pages) - 1))
+        sample = source_slice(self.source_pages, 0, min(sample_pages, len(self.source_pages) - 1))
         return (await asyncio.to_thread(self.raw_writer.tune, sample))._asdict()
 
     async def raw(self, *, first: int, count: int, pages: int) -> dict[str, Any]:
@@ -207,6 +213,26 @@ class Worker:
             source_slice(self.source_pages, number, pages) for number in range(first, first + count)
         ]
         return {"seconds": await asyncio.to_thread(self.raw_writer.write, np.concatenate(lists))}
+
+    async def bare_setup(self, *, control: str = "") -> dict[str, Any]:
+        """Open this side's end of the bare exchanges, prefill's first, after `raw_setup`.
+
+        Prefill returns its `control` endpoint, which decode needs.
+        """
+        if isinstance(self.node, PrefillNode):
+            prefill = self.bare_end = BarePrefill(self.raw_writer)
+            return {"control": prefill.control}
+        self.bare_end = BareDecode(control)
+        return {}
+
+    async def bare_rooms(self, *, first: int, count: int) -> dict[str, Any]:
+        """Run `count` bare exchanges of one page; decode returns the seconds of each."""
+        if isinstance(self.bare_end, BarePrefill):
+            lists = [source_slice(self.source_pages, first + at, 1) for at in range(count)]
+            await asyncio.to_thread(self.bare_end.rooms, lists)
+            return {}
+        assert self.bare_end is not None
+        return {"seconds": await asyncio.to_thread(self.bare_end.rooms, count)}
 
     async def exported(self) -> dict[str, Any]:
         """Return the address and the layout by which a raw writer reaches this pool."""
@@ -226,6 +252,8 @@ class Worker:
         return {**left, "free_pages": free, "num_pages": total}
 
     async def close(self) -> None:
+        if self.bare_end is not None:
+            self.bare_end.close()
         await self.node.close()
 
 
