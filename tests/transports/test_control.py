@@ -23,6 +23,7 @@ from kvflow.transports.control.packing import MAX_PARTS, PACKED_BYTES, PACKED_FR
 from kvflow.transports.control.tcp_connections import TcpConnections
 from kvflow.transports.control.zmq import (
     BURST_FRAMES,
+    PACKED_TURNS,
     QUEUE_MESSAGES,
     ZmqSocket,
     bind_router,
@@ -179,6 +180,8 @@ async def test_what_is_sent_at_once_waits_for_no_turn_of_the_loop(
 ) -> None:
     dealer.send(b"hello")
     await take(router, 1)
+    await packing(router, FIVE)
+    await take(dealer, 2)
     assert router.send(b"first", FIVE) and dealer._socket.poll(50) == 0, "it goes as this turn ends"
     assert router.send(b"abort", FIVE, at_once=True) and dealer._socket.poll(5_000)
     assert await take(dealer, 2) == [(b"", b"first"), (b"", b"abort")]
@@ -249,9 +252,67 @@ def message_of(raw: zmq.Socket[bytes]) -> list[bytes]:
     return raw.recv_multipart()
 
 
+async def packing(socket: ZmqSocket, peer: bytes = b"") -> None:
+    """Send two frames in one turn: the frames of the next turns wait for their ends."""
+    assert socket.send(b"a", peer) and socket.send(b"b", peer)
+    await asyncio.sleep(0)
+
+
+async def test_a_frame_leaves_at_once_while_turns_send_one_frame_each(
+    raw: zmq.Socket[bytes], ours: ZmqSocket
+) -> None:
+    # `message_of` blocks the loop: no turn ends before it returns.
+    for frame in (b"1", b"2"):
+        ours.send(frame)
+        assert message_of(raw) == [FIVE, frame]
+        await asyncio.sleep(0)
+    # Only the first of a turn: the others share a message, and so do all of the next turns.
+    for frame in (b"3", b"4", b"5"):
+        ours.send(frame)
+    assert message_of(raw) == [FIVE, b"3"] and not raw.poll(20)
+    await asyncio.sleep(0)
+    assert message_of(raw) == [FIVE, b"4", b"5"]
+    for _ in range(PACKED_TURNS):
+        ours.send(b"6")
+        assert not raw.poll(5)
+        await asyncio.sleep(0)
+        assert message_of(raw) == [FIVE, b"6"]
+    ours.send(b"7")
+    assert message_of(raw) == [FIVE, b"7"]
+
+
+async def test_who_was_woken_by_a_message_runs_before_the_next_is_looked_for(
+    router: ZmqSocket, dealer: ZmqSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    looks = router._incoming.take
+
+    def looked(count: int) -> list[tuple[bytes, bytes]]:
+        order.append("look")
+        return looks(count)
+
+    async def read() -> None:
+        while True:
+            for _, frame in await router.receive():
+                order.append(frame.decode())
+                asyncio.get_running_loop().call_soon(order.append, f"after {frame.decode()}")
+
+    monkeypatch.setattr(router._incoming, "take", looked)
+    reading = asyncio.create_task(read())
+    await until(lambda: router._waiting is not None)
+    for frame in ("1", "2", "3"):
+        dealer.send(frame.encode())
+        await until(functools.partial(order.__contains__, f"after {frame}"))
+        assert order[order.index(frame) + 1] == f"after {frame}", order
+    reading.cancel()
+    await asyncio.gather(reading, return_exceptions=True)
+
+
 async def test_frames_of_one_turn_are_one_message_and_leave_with_it(
     raw: zmq.Socket[bytes], ours: ZmqSocket
 ) -> None:
+    await packing(ours)
+    assert [message_of(raw), message_of(raw)] == [[FIVE, b"a"], [FIVE, b"b"]]
     for frame in (b"1", b"2", b"3"):
         assert ours.send(frame)
     await asyncio.sleep(0)  # `message_of` blocks the loop: what has not left by now never does
@@ -264,6 +325,8 @@ async def test_frames_of_one_turn_are_one_message_and_leave_with_it(
 async def test_a_message_stops_growing_at_its_bounds(
     raw: zmq.Socket[bytes], ours: ZmqSocket
 ) -> None:
+    await packing(ours)
+    assert [message_of(raw), message_of(raw)] == [[FIVE, b"a"], [FIVE, b"b"]]
     for _ in range(2 * PACKED_FRAMES + 1):
         ours.send(b"x")
     # Before the turn has ended.
@@ -281,6 +344,7 @@ async def test_a_full_queue_refuses_each_frame(at_once: bool) -> None:
     bare.setsockopt(zmq.SNDHWM, 2)
     bare.connect("tcp://127.0.0.1:9")  # the discard port, which nothing listens on
     dealer = ZmqSocket(bare, TcpConnections(bare), 9, router=False)
+    dealer._packed_turns = PACKED_TURNS
     sent = []
     for _ in range(3):
         sent.append([dealer.send(b"a"), dealer.send(b"b", at_once=at_once)])

@@ -110,7 +110,10 @@ async def test_a_look_leaves_no_message_unread(router: ZmqSocket, dealer: ZmqSoc
     await echo(router, dealer)
     for number in range(20):
         reading = asyncio.ensure_future(router.receive())
-        await asyncio.sleep(0)
+        # The reader waits, and has looked as the turn in which it began to wait ended.
+        for _ in range(2):
+            await asyncio.sleep(0)
+        assert not router._turn_ends
         assert dealer.send(b"%d" % number, at_once=True)
         # The loop has not seen it yet.
         assert select.select([router._socket.fileno()], [], [], 10)[0]

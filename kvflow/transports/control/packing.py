@@ -1,4 +1,4 @@
-"""Frames packed into ZMQ messages: one message carries the consecutive frames that are sent to one
+"""Frames packed into ZMQ messages: one message carries consecutive frames that are sent to one
 peer in one turn of the loop.
 
 Waking the receiver costs more than sending a frame, so each frame is only one part of a message:
@@ -21,7 +21,7 @@ MAX_PARTS = 1024
 # An open message is sent early when the next frame would exceed either limit.
 PACKED_FRAMES, PACKED_BYTES = 64, 256 << 10
 # Plain ints: the flags are combined for every part, and enum members are slow to combine.
-_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_NOBLOCK, _SNDMORE, _WRITABLE = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLOUT)
 # Message property: the descriptor of the connection on which a part arrived.
 _SRCFD = int(zmq.SRCFD)
 
@@ -78,7 +78,7 @@ class Outgoing:
         """Begin a message to `peer`. Return False when the peer cannot take one."""
         if self._router:
             return self._push(peer, _SNDMORE)
-        return not self._socket.closed and bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLOUT)
+        return not self._socket.closed and bool(int(self._socket.get(zmq.EVENTS)) & _WRITABLE)
 
     def _push(self, part: bytes, flags: int) -> bool:
         try:
@@ -143,6 +143,13 @@ class Incoming:
         self.delivered.add(_descriptor(part))
         self._part = part
 
+    @property
+    def has_rest(self) -> bool:
+        """True while the next `take` needs no other message: frames of the last one are left, or
+        it is being discarded.
+        """
+        return bool(self._frames) or self.skipping
+
     def sender_address(self) -> str:
         try:
             return "" if self._part is None else str(self._part.get("Peer-Address"))
@@ -151,6 +158,8 @@ class Incoming:
 
     def add_malformed(self) -> None:
         """Append an empty frame, which cannot be decoded, in place of bytes that were lost."""
+        if not self._frames:
+            self._part = None
         self._frames.append((b"", b""))
 
     def _skip(self) -> None:

@@ -7,6 +7,11 @@ The link does not use zmq.asyncio, because one await per message costs more than
 reader takes messages without blocking until the queue is empty. The descriptor is edge-triggered:
 after a send or an inspection of the connections, it may not become readable even though a message
 is waiting. Both therefore check EVENTS and wake the reader.
+
+One room at a time and hundreds at once need opposite habits, and a socket changes its own by what
+it saw last. With one room, a turn of the loop sends one frame: it leaves at once, and the reader
+looks for the next message only after the tasks that the last one woke. With many rooms, frames of a
+turn share a message, and the next message is there already when one was handled.
 """
 
 from __future__ import annotations
@@ -25,10 +30,14 @@ from kvflow.transports.host.address import bracketed
 
 BURST_FRAMES = 16  # about a millisecond of work for the handlers
 QUEUE_MESSAGES = 100_000
+# After a turn that sent several frames, the frames of at least so many turns wait for their ends.
+PACKED_TURNS = 16
 RECONNECT_MS = 100
 # After this many failed handshakes in a row, the peer is assumed to have another key, or not to be
 # kvflow. A handshake that fails with an authentication or protocol error counts as this many.
 FAILED_HANDSHAKES = 4
+# A plain int: combining a flag of zmq with an int makes another flag, which is slow.
+_READABLE = int(zmq.POLLIN)
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 _HANDSHAKES = _REFUSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
@@ -55,6 +64,9 @@ class ZmqSocket:
         self._waiting: asyncio.Future[None] | None = None
         self._burst = 0  # frames that `receive` returned since other tasks last ran
         self._turn_ends = False  # True while `_end_turn` is scheduled
+        self._sent = 0  # frames sent in this turn
+        self._packed_turns = 0  # turns left whose first frame waits, too
+        self._more_likely = False  # True if a message was waiting when the reader last looked again
         self._loop.add_reader(socket.fileno(), self._wake)
         connections.watch(port, self._incoming, self._tell_cut, self._wake)
 
@@ -64,31 +76,42 @@ class ZmqSocket:
         return "" if self._handshakes is None else self._handshakes.lockout_reason
 
     def send(self, frame: bytes, peer: bytes = b"", at_once: bool = False) -> bool:
-        if not self._turn_ends:
-            self._turn_ends = True
-            self._loop.call_soon(self._end_turn)
-        return self._outgoing.send(frame, peer) if at_once else self._outgoing.add(frame, peer)
+        self._look_later()
+        waits = self._packed_turns or self._sent
+        self._sent += 1
+        if waits and not at_once:
+            return self._outgoing.add(frame, peer)
+        return self._outgoing.send(frame, peer)
 
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """Wait for a message, and return some or all of its frames.
 
-        Other tasks get a turn after every `BURST_FRAMES` frames.
+        Other tasks get a turn after every `BURST_FRAMES` frames, and before a look for a message
+        that is unlikely to be there.
         """
         if self._burst >= BURST_FRAMES:
             self._burst = 0
             await asyncio.sleep(0)
+        if self._burst and not self._more_likely and not self._incoming.has_rest:
+            self._look_later()
+            await self._woken()
         while not (frames := self._incoming.take(BURST_FRAMES - self._burst)):
             if self._incoming.skipping:
                 await asyncio.sleep(0)
                 continue
-            self._waiting = self._loop.create_future()
-            try:
-                await self._waiting
-            finally:
-                self._waiting = None
-            self._burst = 0
+            self._more_likely = False
+            await self._woken()
         self._burst += len(frames)
         return frames
+
+    async def _woken(self) -> None:
+        """Wait for `_wake`."""
+        self._waiting = self._loop.create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+        self._burst = 0
 
     def sender_address(self) -> str:
         return self._incoming.sender_address()
@@ -114,11 +137,23 @@ class ZmqSocket:
         self._incoming.add_malformed()
         self._wake()
 
+    def _look_later(self) -> None:
+        """Send the open message, and look for one to read, when this turn of the loop ends."""
+        if not self._turn_ends:
+            self._turn_ends = True
+            self._loop.call_soon(self._end_turn)
+
     def _end_turn(self) -> None:
         self._turn_ends = False
+        if self._sent > 1:
+            self._packed_turns = PACKED_TURNS
+        elif self._sent and self._packed_turns:
+            self._packed_turns -= 1
+        self._sent = 0
         if not self._socket.closed:
             self._outgoing.close()
-            if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+            if int(self._socket.get(zmq.EVENTS)) & _READABLE:
+                self._more_likely = True
                 self._wake()
 
 
