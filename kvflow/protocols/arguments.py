@@ -80,13 +80,12 @@ def check_prompt(prompt: TokenIds | CheckedPrompt) -> CheckedPrompt:
         raise MisuseError(
             f"the prompt must be a list of token ids, not shape {ids.shape} of {ids.dtype}"
         )
-    # The conversion changes an id that is negative or too large, so one comparison checks both
-    # bounds.
-    narrow = ids.astype(np.uint32)
-    if np.count_nonzero(narrow != ids):
+    # The bits of all ids together are negative if one id is, and above 32 bits if one id is, so one
+    # number shows both bounds.
+    if not 0 <= int(np.bitwise_or.reduce(ids)) < 1 << 32:
         low, high = int(ids.min()), int(ids.max())
         raise MisuseError(f"token id {low if low < 0 else high} is not an unsigned 32-bit integer")
-    return CheckedPrompt(ids.size, prompt_digest(narrow))
+    return CheckedPrompt(ids.size, prompt_digest(ids))
 
 
 def pages_wanted(layout: PoolLayout, tokens: int, prefix_tokens: int) -> Counts:

@@ -228,7 +228,7 @@ def outcome_of(error: str, landed_bytes: int, total_bytes: int) -> WriteOutcome:
 class BlockQueue:
     """The blocks of one write that are still to be submitted, taken in groups of whole blocks."""
 
-    __slots__ = ("_columns", "_ends", "_few", "_given", "_next", "are_small", "left_bytes")
+    __slots__ = ("_columns", "_few", "_given", "_known_ends", "_next", "are_small", "left_bytes")
 
     def __init__(
         self, planner: Planner, source_pages: PageIndices, target_pages: PageIndices
@@ -236,14 +236,20 @@ class BlockQueue:
         self._few = planner.first_blocks(source_pages, target_pages)
         self.left_bytes = planner.bytes_of(source_pages)
         self._next = self._given = 0
+        self._known_ends: Addresses | None = None
         # True if `take_small` is faster, for a back end that copies blocks without an engine.
         self.are_small = False
         if self._few is None:
             self._columns = Blocks(*planner.blocks(source_pages, target_pages))
-            self._ends = np.cumsum(self._columns.sizes)
             self.are_small = are_small(self._columns)
-        else:
-            self._ends = np.cumsum(self._few.sizes)
+
+    @property
+    def _ends(self) -> Addresses:
+        """Bytes up to the end of each block."""
+        if self._known_ends is None:
+            sizes = self._columns.sizes if self._few is None else self._few.sizes
+            self._known_ends = np.cumsum(sizes)
+        return self._known_ends
 
     def take(self, max_bytes: int, max_blocks: int) -> BlockList:
         """Return the next blocks, as many as fit.
@@ -252,8 +258,17 @@ class BlockQueue:
         """
         if max_bytes <= 0 or max_blocks <= 0 or not self.left_bytes:
             return _NOTHING
+        # A few blocks are mostly taken together, which needs no search for the last one that fits.
+        if (
+            (few := self._few) is not None
+            and not self._next
+            and self.left_bytes <= max_bytes
+            and len(few.sizes) <= max_blocks
+        ):
+            self.left_bytes = 0
+            return few
         start, stop = self._advance(max_bytes, max_blocks)
-        columns = self._few if self._few is not None else self._columns
+        columns = few if few is not None else self._columns
         return BlockList(
             *(c[start:stop] if isinstance(c, list) else c[start:stop].tolist() for c in columns)
         )
@@ -264,11 +279,11 @@ class BlockQueue:
         return Blocks(*(column[start:stop] for column in self._columns))
 
     def _advance(self, max_bytes: int, max_blocks: int) -> tuple[int, int]:
-        start = self._next
-        stop = int(np.searchsorted(self._ends, self._given + max_bytes, side="right"))
-        stop = min(max(stop, start + 1), start + max_blocks, self._ends.size)
+        start, ends = self._next, self._ends
+        stop = int(np.searchsorted(ends, self._given + max_bytes, side="right"))
+        stop = min(max(stop, start + 1), start + max_blocks, ends.size)
         self._next = stop
-        given = int(self._ends[stop - 1])
+        given = int(ends[stop - 1])
         self.left_bytes -= given - self._given
         self._given = given
         return start, stop
