@@ -2,10 +2,14 @@
 
 Equal content has an equal checksum, however the pools are laid out. A checksum that takes too long
 counts as failed.
+
+Passing a checksum to a thread and back takes longer than summing 64 KiB. A smaller one is therefore
+computed on the event loop, up to a limit per turn of the loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import functools
 import time
@@ -27,8 +31,15 @@ from kvflow.protocols.pages.layout import Counts, PageIndices, Places, PoolLayou
 SHARES = 128
 # Size of a cache by page size: few peers of one node have pages of different sizes.
 FINE = 4
-# `update` holds the GIL for small blocks, so other threads get a turn after this many bytes.
+# `update` holds the GIL for smaller blocks than this. After so many bytes of them, other threads
+# get a turn, which takes some 100 us: half as long as summing the bytes.
+_RELEASES_GIL_BYTES = 100_000
 _BREATH_BYTES = 1 << 20
+# Largest checksum computed on the event loop, some 10 us, and the limit for one of its turns.
+AT_ONCE_BYTES = 64 << 10
+_TURN_BYTES = 4 * AT_ONCE_BYTES
+# Summing a short stretch takes as long as summing this many bytes.
+_STRETCH_COST_BYTES = 2 << 10
 
 
 class _Stretch(NamedTuple):
@@ -66,25 +77,64 @@ class PageChecksums(PageTasks):
         super().__init__("checksum", within_s)
         self._mapped_by = pool.mapped_by
         self._sums = PoolSums(layout or pool.layout)
+        self._turn_bytes = 0  # bytes summed on the event loop in its current turn
+        self._closed = False
 
     def begin(
         self,
         pages: PageIndices,
         served: tuple[Served, ...] | None = None,
         page_sizes: Counts = (),
-    ) -> PageTask:
+    ) -> PageTask | SummedAtOnce:
         sums = self._sums.in_pages_of(page_sizes)
         places = sums.layout.split(pages)
+        if self._few(sums, places, served):
+            return SummedAtOnce(sums.sum(places, served, lambda: False))
         return self.start(
             functools.partial(sums.sum, places, served), len(places[0]), self._mapped_by
         )
 
+    def _few(self, sums: PoolSums, places: Places, served: tuple[Served, ...] | None) -> bool:
+        """Return True if so few bytes are summed that passing them to a thread would cost more.
+
+        They then count against the limit for one turn of the event loop.
+        """
+        cost = sums.cost_bytes(places)
+        if cost > AT_ONCE_BYTES or self._turn_bytes + cost > _TURN_BYTES:
+            return False
+        if self._closed or not sums.as_it_lies(served):
+            return False
+        if not self._turn_bytes:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._turn_bytes += cost
+        return True
+
+    def _begin_turn(self) -> None:
+        self._turn_bytes = 0
+
     async def close(self) -> None:
+        self._closed = True
         try:
             await super().close()
         finally:
             self._sums.close()
             self._mapped_by = ()
+
+
+class SummedAtOnce:
+    """A checksum that was computed on the event loop. Implements `protocols.ports.ChecksumTask`."""
+
+    error = ""
+
+    def __init__(self, checksum: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[bytes] = loop.create_future()
+        self.released: asyncio.Future[None] = loop.create_future()
+        self.done.set_result(checksum)
+        self.released.set_result(None)
+
+    def cancel(self) -> None:
+        """Do nothing, because the checksum is known already."""
 
 
 class PoolSums:
@@ -94,6 +144,17 @@ class PoolSums:
         self.layout, self._stores = layout, stores_of(layout)
         self._gathered = functools.lru_cache(SHARES)(functools.partial(_gathered, layout))
         self._fine = functools.lru_cache(FINE)(lambda sizes: PoolSums(in_pages_of(layout, sizes)))
+
+    def cost_bytes(self, places: Places) -> int:
+        """Return the bytes of `places`, where a short stretch counts as some more."""
+        return sum(
+            indices.size * sum(max(s.size_bytes, _STRETCH_COST_BYTES) for s in stretches)
+            for indices, stretches in zip(places, self._stores, strict=True)
+        )
+
+    def as_it_lies(self, served: tuple[Served, ...] | None) -> bool:
+        """Return True if nothing must be gathered for a checksum of what one rank served."""
+        return served is None or self._gathered(served) is None
 
     def in_pages_of(self, page_sizes: Counts) -> PoolSums:
         """Return the sums over fine pages of these sizes (see `pages.fine`), or these sums if no
@@ -139,7 +200,8 @@ def sum_places(
             for s in stretches:
                 start = place * s.page_bytes + s.offset + fine * s.size_bytes
                 found.update(s.memory[start : start + s.size_bytes])
-                summed_bytes += s.size_bytes
+                if s.size_bytes < _RELEASES_GIL_BYTES:
+                    summed_bytes += s.size_bytes
             if cancelled():
                 return False
             if summed_bytes >= _BREATH_BYTES:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from xxhash import xxh3_64
 
 from kvflow.memory import checksum, page_tasks
 from kvflow.memory.checksum import PageChecksums
@@ -87,10 +88,16 @@ async def test_a_pool_the_cpu_cannot_read_is_refused() -> None:
         PageChecksums(on_a_device)
 
 
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sum small pages in threads, as large ones are."""
+    monkeypatch.setattr(checksum, "AT_ONCE_BYTES", 0)
+
+
 class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.let_go, self.updates = threading.Event(), threading.Event(), 0
         monkeypatch.setattr(checksum, "xxh3_64", lambda: self)
+        in_threads(monkeypatch)
 
     def update(self, _: object) -> None:
         self.updates += 1
@@ -99,6 +106,33 @@ class Gate:
 
     def digest(self) -> bytes:
         return b"whole"
+
+
+async def test_small_sums_need_no_thread_up_to_a_limit_per_turn_of_the_loop() -> None:
+    made = PagedPool.allocate(
+        build_layout([("k", "uint8", (1 << 14,))], page_size=1, num_pages=16), shared=False
+    )
+    sums = PageChecksums(made)
+    begun = [sums.begin(pages(n)) for n in range(16)]
+    at_once = checksum._TURN_BYTES >> 14
+    assert [task.done.done() for task in begun] == [True] * at_once
+    large = sums.begin(pages(*range(5)))  # 80 KiB
+    assert not large.done.done()
+    small = sums.begin(pages(0))
+    assert not small.done.done(), "the bytes of this turn are used up"
+    assert await small.done == begun[0].done.result() == xxh3_64(made.array("k")[0]).digest()
+    await large.released
+    await until(lambda: not sums._running)
+    assert sums.begin(pages(1)).done.done(), "another turn has begun"
+    begun[0].cancel()
+    await sums.close()
+    made.close()
+
+
+async def test_many_short_stretches_are_summed_in_a_thread() -> None:
+    sums = PageChecksums(pool("layer_first"))
+    assert not sums.begin(pages(1)).done.done()
+    await sums.close()
 
 
 async def test_cancel_stops_after_the_page_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,6 +166,7 @@ async def test_close_drains_however_often_it_is_cancelled(monkeypatch: pytest.Mo
 
 async def test_a_sum_that_fails_is_no_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checksum, "xxh3_64", lambda: 1 / 0)
+    in_threads(monkeypatch)
     assert await PageChecksums(pool()).begin(pages(1)).done == b""
 
 
@@ -177,6 +212,7 @@ async def test_where_no_thread_is_to_be_had_there_is_no_sum(
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    in_threads(monkeypatch)
     sums = PageChecksums(pool())
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
@@ -184,6 +220,7 @@ async def test_where_no_thread_is_to_be_had_there_is_no_sum(
         assert await task.done == b"" and "no thread" in task.error and task.released.done()
     assert len(await sums.begin(pages(1)).done) == 8
     await sums.close()
+    monkeypatch.undo()
     assert await sums.begin(pages(1)).done == b"", "nothing is read past the end"
 
 
