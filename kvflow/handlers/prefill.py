@@ -9,15 +9,18 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from kvflow.aio import ENDS_PROCESS
 from kvflow.handlers.earlier import EarlierShell, log_declared
 from kvflow.handlers.room_log import follow
 from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
-from kvflow.handlers.verify import begun
+from kvflow.handlers.verify import NoSum, begun
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import CapacityError, Cause, TransferError
+from kvflow.protocols.pages import spaces
 from kvflow.protocols.pages.layout import PageIndices
 from kvflow.protocols.ports import (
     Checksums,
@@ -37,6 +40,10 @@ from kvflow.protocols.wire.messages import GrantId, Incarnation
 from kvflow.telemetry.counters import Counts
 
 log = logging.getLogger(__name__)
+# Verified chunks are divided into pieces of this size, and a room writes so many of them at a time:
+# decode sums one piece while the next one travels. Smaller pieces cost the event loops more than
+# they save.
+_PIECE_BYTES, _WRITES_AT_ONCE = 64 << 20, 4
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -93,15 +100,25 @@ class ChecksummedWrite:
     """A write together with the checksum of its source pages. It ends when both end.
 
     If the checksum fails, a landed write counts as cancelled, because decode could not verify its
-    bytes.
+    bytes. Neither part runs before `begin`; a write that is cancelled before that never begins.
     """
 
-    def __init__(self, write: Write, task: ChecksumTask) -> None:
-        self._write, self._task = write, task
+    def __init__(self, parts: Callable[[], tuple[Write, ChecksumTask]]) -> None:
+        """`parts` starts the write and the checksum."""
+        self._parts = parts
+        self._write: Write = _EndedWrite(WriteOutcome.CANCELLED)
+        self._task: ChecksumTask = NoSum("")
         self._broken = ""  # the write's error; set when both parts are done
         self.done: asyncio.Future[WriteOutcome] = asyncio.get_running_loop().create_future()
-        write.done.add_done_callback(self._part_ended)
-        task.done.add_done_callback(self._part_ended)
+
+    def begin(self) -> bool:
+        """Start both parts. Returns False if the write was cancelled before."""
+        if self.done.done():
+            return False
+        self._write, self._task = self._parts()
+        for part in (self._write.done, self._task.done):
+            part.add_done_callback(self._part_ended)
+        return True
 
     @property
     def checksum(self) -> bytes:
@@ -128,6 +145,8 @@ class ChecksummedWrite:
     def cancel(self) -> None:
         self._write.cancel()
         self._task.cancel()
+        # Both parts of a write that has not begun count as ended.
+        self._part_ended(None)
 
     def _part_ended(self, _: object) -> None:
         if self._write.done.done() and self._task.done.done() and not self.done.done():
@@ -178,6 +197,8 @@ class PrefillShell(Shell):
             core.identity.layout.room_bytes,
         )
         self.checksums = checksums
+        page_bytes = endpoint.core.identity.layout.place_bytes[0]
+        self._piece_pages = max(1, _PIECE_BYTES // max(1, page_bytes))
         self.rooms: dict[int, PrefillRoom] = {}
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _OpenWrite] = {}
@@ -240,18 +261,38 @@ class PrefillShell(Shell):
         self.run()
 
     def send_chunk(self, room: PrefillRoom, pages: PageIndices, last: bool, handoff: bytes) -> None:
-        self.endpoint.check_chunk(room.record, pages, last, len(handoff))
+        counts = self.endpoint.check_chunk(room.record, pages, last, len(handoff))
         self.quarantine.check(pages)
         # `hold` fails for pages without an owner, and no write may be queued for such pages.
         self.pages.hold(pages)
+        queued = 0
         try:
-            self.endpoint.queue_chunk(
-                room.record, pages, last=last, handoff=handoff, now=self.now(), checked=True
-            )
+            for piece in self._pieces(pages, counts):
+                ends = queued + piece.size == pages.size
+                self.endpoint.queue_chunk(
+                    room.record,
+                    piece,
+                    last=last and ends,
+                    handoff=handoff if ends else b"",
+                    now=self.now(),
+                    checked=True,
+                )
+                queued += piece.size
         except BaseException:
-            self.pages.unhold(pages)
+            self.pages.unhold(pages[queued:])
             raise
         self.run()
+
+    def _pieces(self, pages: PageIndices, counts: spaces.Counts) -> list[PageIndices]:
+        """Return the chunks in which `pages` travel.
+
+        A verified chunk is divided, so that decode sums a piece while the next one travels. Only
+        pages of the first space leave before the last piece, which has all else.
+        """
+        each = self._piece_pages
+        if self.checksums is None or counts[0] <= each:
+            return [pages]
+        return np.split(pages, range(each, counts[0], each))
 
     def begin_room(self, room: PrefillRoom) -> None:
         self.endpoint.begin_room(room.record)
@@ -403,16 +444,34 @@ class PrefillShell(Shell):
     def _start_write(self, command: c.StartWrite) -> None:
         """Start a write. `send_chunk` already holds its source pages."""
         room = self.rooms[command.serial]
-        write = self._begin_write(command, room)
+        write = self._write_of(command, room)
         held = command.source_pages if command.held_pages is None else command.held_pages
         self._writes[command.write] = _OpenWrite(write, held, room)
         room.writes[command.write] = write
         # The callback runs in a later turn, so no room ends inside the engine's call to `send`.
         write.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
-    def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:
+    def _write_of(self, command: c.StartWrite, room: PrefillRoom) -> Write:
         if not command.source_pages.size:
             return _EndedWrite(WriteOutcome.LANDED)
+        if (checksums := self.checksums) is None:
+            return self._begin_write(command, room)
+
+        def parts() -> tuple[Write, ChecksumTask]:
+            write = self._begin_write(command, room)
+            if isinstance(write, _EndedWrite):
+                return write, NoSum("")
+            fine = (None, command.page_sizes) if command.page_sizes else ()
+            return write, begun(checksums.begin, command.source_pages, *fine)
+
+        write = ChecksummedWrite(parts)
+        if len(room.writes) < _WRITES_AT_ONCE:
+            write.begin()
+        else:
+            room.queued.append(write.begin)
+        return write
+
+    def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:
         try:
             write: Write = self.routes[command.peer].write(
                 command.source_pages, command.target_pages
@@ -427,10 +486,7 @@ class PrefillShell(Shell):
             return _EndedWrite(
                 WriteOutcome.UNPROVEN, f"write() of {route!r} returned {write!r}, which is no write"
             )
-        if self.checksums is None:
-            return write
-        fine = (None, command.page_sizes) if command.page_sizes else ()
-        return ChecksummedWrite(write, begun(self.checksums.begin, command.source_pages, *fine))
+        return write
 
     def _write_ended(self, number: int, done: asyncio.Future[WriteOutcome]) -> None:
         write, held_pages, room = self._writes.pop(number)
@@ -445,9 +501,13 @@ class PrefillShell(Shell):
             room.readers += 1
             write.released.add_done_callback(lambda _: self._read_no_more(room, held_pages))
             self.run()
-            return
-        # `unhold` takes 100 us for 256 pages. The message that returns decode's pages goes first.
-        self.run(then=functools.partial(self.pages.unhold, held_pages))
+        else:
+            # `unhold` takes 100 us for 256 pages. The message that returns decode's pages goes
+            # first.
+            self.run(then=functools.partial(self.pages.unhold, held_pages))
+        # If this write failed its room, `run` has cancelled the queued ones.
+        while room.queued and not room.queued.popleft()():
+            pass
 
     def _read_no_more(self, room: PrefillRoom, held_pages: PageIndices) -> None:
         self.guard(lambda: self.pages.unhold(held_pages), "letting source pages go")

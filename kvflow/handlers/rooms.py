@@ -6,6 +6,7 @@ pages.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any, Protocol, Self
 
@@ -469,6 +470,8 @@ class PrefillRoom:
         # Tasks that serve all requests log about this room, and read the request's id here.
         self.request_id = CURRENT.get().request_id
         self.writes: dict[int, Write] = {}
+        # Begins those of `writes` that wait until earlier ones end.
+        self.queued: deque[Callable[[], bool]] = deque()
         self.landed_before = 0  # landed bytes of writes that have ended
         # `readers` counts late checksums, whose threads still read the room's pages.
         self.over, self.readers = False, 0

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
+from kvflow.handlers import prefill
 from kvflow.handlers.rooms import DecodeRoom, PrefillRoom
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
@@ -148,6 +149,83 @@ async def test_a_verified_room(p: Pair, chunks: int) -> None:
     target.close()
     assert len(set(sums)) == chunks and all(len(checksum) == 8 for checksum in sums)
     assert p.decode.counts.mismatched == 0
+
+
+def in_pieces(p: Pair, pages: int) -> list[ChunkDone]:
+    """Divide verified chunks into pieces of so many pages. Returns the list of all ChunkDone."""
+    p.prefill.shell._piece_pages = pages
+    seen: list[ChunkDone] = []
+
+    def rule(frame: Frame) -> None:
+        if isinstance(frame.message, ChunkDone):
+            seen.append(frame.message)
+
+    p.network.rules.append(rule)
+    return seen
+
+
+@pytest.mark.parametrize(("each", "counts"), [(1, [1] * 5), (2, [2, 2, 1]), (5, [5])])
+async def test_a_verified_chunk_travels_in_pieces(p: Pair, each: int, counts: list[int]) -> None:
+    seen = in_pieces(p, each)
+    source, target = await matched(p)
+    pages = p.send_all(source, chunks=1)
+    assert await target.landed() == b"handoff"
+    assert_same_bytes(p, pages, target)
+    target.close()
+    assert [message.pages for message in seen] == [(count,) for count in counts]
+    assert [message.last for message in seen] == [False] * (len(counts) - 1) + [True]
+    assert [message.handoff for message in seen] == [b""] * (len(counts) - 1) + [b"handoff"]
+    assert len({message.checksum for message in seen}) == len(counts)
+    await p.rest()
+
+
+async def test_a_changed_byte_of_one_piece_fails_the_room(p: Pair) -> None:
+    in_pieces(p, 1)
+    corrupt(p, seq=3, page=3)
+    _, target = await sending(p)
+    with pytest.raises(KvflowError, match="chunk 3 of rank 0: checksum"):
+        await target.landed()
+    await p.rest()
+    assert p.decode.counts.mismatched == 1
+
+
+async def test_chunks_that_are_not_verified_are_not_divided(p: Pair) -> None:
+    seen = in_pieces(p, 1)
+    p.prefill.shell.checksums, p.decode.shell.endpoint.core.verify = None, False
+    _, target = await sending(p)
+    await target.landed()
+    assert len(seen) == 1 and not seen[0].checksum
+    target.close()
+
+
+@pytest.mark.parametrize("how", ["aborted", "in error"])
+async def test_pieces_of_an_ended_room_that_wait_for_their_turn_are_never_written(
+    p: Pair, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "_WRITES_AT_ONCE", 2)
+    in_pieces(p, 1)
+    plane = p.plane(p.prefill)
+    if how == "aborted":
+        plane.hold()
+    else:
+        plane.script(Fault.LATE)
+    source, target = await sending(p)
+    assert len(source.writes) == 5 and len(source.queued) == 3
+    if how == "aborted":
+        assert len(plane.started) == 2
+        target.close(WHY)
+    for waiting in (target.landed(), source.done()):
+        assert await code_of(waiting) is (WHY.code if how == "aborted" else Code.TRANSFER_ERROR)
+    await until(lambda: not source.writes and not p.prefill.pool.pages.held_pages)
+    assert len(plane.started) == 2 and not source.queued
+    if how == "aborted":
+        await p.rest()
+        assert source.phase.name == "ABORTED" and not source.bytes_landed
+    else:
+        assert source.phase.name == "LOST"
+        await p.crash(p.prefill)
+        await until(p.decode.pool.pages.at_rest)
+        await p.add_prefill()
 
 
 async def test_a_changed_byte_fails_the_room_on_both_sides(p: Pair) -> None:
