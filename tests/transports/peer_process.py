@@ -38,11 +38,11 @@ class Side(station.Side):
 
 @asynccontextmanager
 async def local_planes(
-    layout: PoolLayout, rate: float | None = None
+    layout: PoolLayout, rate: float | None = None, copy_threads: int = 1
 ) -> AsyncIterator[tuple[LocalPlane, LocalPlane, PagedPool, PagedPool]]:
     """A source and a target in this process, and their pools. Only the source exports its pool."""
     source, target = (PagedPool.allocate(layout) for _ in range(2))
-    planes = LocalPlane(source.segment, rate), LocalPlane(target.segment)
+    planes = LocalPlane(source.segment, rate, copy_threads), LocalPlane(target.segment)
     planes[0].export(source.layout)
     try:
         yield *planes, source, target

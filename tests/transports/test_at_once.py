@@ -81,7 +81,7 @@ async def test_up_to_64_kib_in_few_blocks_has_landed_when_write_returns(
             write = p.route.write(at, there)
             at_once = count <= at_once_pages
             assert write.done.done() is at_once and (p.same(at, there) or not at_once)
-            assert await end_of(write) is write.outcome is WriteOutcome.LANDED
+            assert await end_of(write) is write.done.result() is WriteOutcome.LANDED
             assert p.same(at, there)
             assert write.landed_bytes == write.total_bytes == count * 4 * KIB and not write.error
             write.cancel()  # too late, and harmless

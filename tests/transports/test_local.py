@@ -94,7 +94,8 @@ async def test_a_write_that_a_cancel_stops_in_its_last_slice_has_not_landed(
                 source._thread.wake()
 
         monkeypatch.setattr(local, "_copy_releasing_gil", and_cancel)
-        write = route.write(pages(0, 1, 2), pages(2, 1, 0))  # blocks of one page each
+        # The blocks are of one page each.
+        write = cast("ThreadWrite", route.write(pages(0, 1, 2), pages(2, 1, 0)))
         assert await write.done is (WriteOutcome.LANDED if copied == 3 else WriteOutcome.CANCELLED)
         assert write.landed_bytes == copied * local._BURST_BYTES
 

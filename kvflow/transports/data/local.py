@@ -23,6 +23,11 @@ bursts of a slice give 0.4 to 2.2 GB/s (without that thread: 1 to 6.5). So after
 GIL, bursts are as long as a slice, 1 to 3 ms, for a while. With small blocks, the release after a
 burst is so short that a waiting thread may still have to wait the full 5 ms.
 
+Several threads share the copies: each takes a part of the pages of a large write, and a smaller
+write goes to the thread with the least work. A core copies some 5 to 9 GB/s, and two copy twice as
+much. By default half of the cores copy, because decode steps and checksums need the others. After a
+cancel, each thread stops its part between two blocks, and the write ends when every part has ended.
+
 A write of at most 64 KiB, in few blocks, is copied on the event loop if no other write of the plane
 is under way. The copy takes some 10 us, and passing the write to the thread and back would cost
 each of the two threads several times that. The bytes that one turn of the loop copies are bounded.
@@ -30,7 +35,9 @@ each of the two threads several times that. The bytes that one turn of the loop 
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import os
 import re
 import time
 
@@ -40,9 +47,9 @@ import numpy as np
 from kvflow.aio import Threads
 from kvflow.memory.copies import copy_small
 from kvflow.memory.shared import SharedSegment
-from kvflow.protocols.errors import LayoutError, TransferError
-from kvflow.protocols.pages.layout import PoolLayout
-from kvflow.protocols.ports import PlaneAddress, WriteOutcome
+from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
+from kvflow.protocols.pages.layout import PageIndices, PoolLayout
+from kvflow.protocols.ports import PlaneAddress, Write, WriteOutcome
 from kvflow.transports.data.route import BlockList, PlannedJob, PlannedRoute, Planner
 from kvflow.transports.data.threaded import ThreadedPlane
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, Assignment, ThreadWrite, WriteThread
@@ -57,6 +64,9 @@ _CROWDED_BURSTS = 64  # long bursts before short ones are tried again
 # A copy that takes _LONG_S longer than at _SLOWEST_BYTES_PER_S must have waited for the GIL.
 _LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9
 _MAX_BLOCK_BYTES = 4 << 20
+# Large writes are divided among threads into parts of at least this size.
+_MOST_THREADS, _PART_BYTES = 4, 8 << 20
+_WORST_FIRST = (WriteOutcome.UNPROVEN, WriteOutcome.CANCELLED, WriteOutcome.LANDED)
 _ADDRESS = re.compile(r"fd:([0-9]{1,9})\Z", re.ASCII)
 
 _copy_holding_gil = ctypes.PyDLL(None).memmove
@@ -72,10 +82,25 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
     name = "local"
 
     def __init__(
-        self, segment: SharedSegment | None, rate_limit_bytes_per_s: float | None = None
+        self,
+        segment: SharedSegment | None,
+        rate_limit_bytes_per_s: float | None = None,
+        copy_threads: int | None = None,
     ) -> None:
-        """`segment` holds our own pool; it is None for a pool that only sends."""
+        """`segment` holds our own pool; it is None for a pool that only sends.
+
+        `copy_threads` threads share the copies of large writes, by default as many as half of our
+        cores, and at most 4. With a rate limit there is one.
+
+        Raises: MisuseError for a rate that is not positive, and fewer threads than one.
+        """
         super().__init__(rate_limit_bytes_per_s)
+        if copy_threads is None:
+            copy_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
+        if copy_threads < 1:
+            raise MisuseError(f"{copy_threads} copy threads are fewer than 1")
+        if rate_limit_bytes_per_s is None:
+            self._threads += [WriteThread(f"{self.name}-{n}") for n in range(1, copy_threads)]
         self._segment = segment
         self._connecting = Threads("local-connect", _CONNECTS)
 
@@ -111,7 +136,8 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         Raises: LayoutError (the pools do not fit), TransferError (the pool cannot be opened).
         """
         ours = self._own_layout()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         try:
             route = await self._connecting.run(
                 lambda: self._open(ours, address, layout), LocalRoute.close, within_s=_CONNECT_S
@@ -139,7 +165,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         except BaseException:
             segment.close()
             raise
-        return LocalRoute(self._thread, planner, segment, self._routes)
+        return LocalRoute(self._threads, planner, segment, self._routes)
 
     async def fence(self, writer: PlaneAddress) -> None:
         """Wait until the writer's process is dead.
@@ -171,16 +197,39 @@ class LocalRoute(PlannedRoute):
 
     def __init__(
         self,
-        thread: WriteThread,
+        threads: list[WriteThread],
         planner: Planner,
         segment: SharedSegment,
         siblings: set[LocalRoute],
     ) -> None:
-        super().__init__(thread, planner, siblings)
-        self._segment, self._copier = segment, _Copier()
+        super().__init__(threads[0], planner, siblings)
+        # The threads share the copier. If two of them change its count at once, long bursts end a
+        # little sooner or later.
+        self._segment, self._copier, self._threads = segment, _Copier(), threads
+
+    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
+        if len(self._threads) == 1:
+            return super().write(source_pages, target_pages)
+        self.check_write(source_pages, target_pages)
+        whole = self.write_of(self.thread, source_pages, target_pages)
+        if self.write_at_once(whole):
+            return whole
+        # A closing plane closes all threads in one turn of the loop. If one took its part and
+        # another refused, a copy would run for a write that the caller does not have.
+        if any(thread.is_closing for thread in self._threads):
+            raise TransferError("the local plane is closed")
+        parts = max(1, whole.total_bytes // _PART_BYTES)
+        count = min(len(self._threads), len(source_pages), parts)
+        # The threads with the least work take the parts.
+        threads = sorted(self._threads, key=lambda thread: thread.open_writes)[:count]
+        columns = (np.array_split(pages, count) for pages in (source_pages, target_pages))
+        writes = [self.write_of(*part) for part in zip(threads, *columns, strict=True)]
+        for thread, write in zip(threads, writes, strict=True):
+            thread.submit(write)
+        return writes[0] if count == 1 else PartedWrite(writes)
 
     def write_at_once(self, write: ThreadWrite) -> bool:
-        if write.total_bytes > AT_ONCE_BYTES:
+        if write.total_bytes > AT_ONCE_BYTES or any(t.open_writes for t in self._threads):
             return False
         blocks = self.planner.few_blocks(write.source_pages, write.target_pages)
         if blocks is None or not self.thread.admit(write.total_bytes, len(blocks.sizes)):
@@ -195,6 +244,44 @@ class LocalRoute(PlannedRoute):
 
     def release(self) -> None:
         self._segment.close()
+
+
+class PartedWrite:
+    """A write whose parts are copied by several threads. Implements `protocols.ports.Write`.
+
+    It ends when every part has ended: then no thread copies for it any more.
+    """
+
+    def __init__(self, parts: list[ThreadWrite]) -> None:
+        self._parts = parts
+        self.total_bytes = sum(part.total_bytes for part in parts)
+        self.done: asyncio.Future[WriteOutcome] = parts[0].done.get_loop().create_future()
+        for part in parts:
+            part.done.add_done_callback(self._part_ended)
+
+    def __repr__(self) -> str:
+        return f"<PartedWrite: {self._parts!r}>"
+
+    @property
+    def landed_bytes(self) -> int:
+        return sum(part.landed_bytes for part in self._parts)
+
+    @property
+    def error(self) -> str:
+        return next((part.error for part in self._parts if part.error), "")
+
+    def cancel(self) -> None:
+        for part in self._parts:
+            part.cancel()
+
+    def _part_ended(self, ended: asyncio.Future[WriteOutcome]) -> None:
+        # The rest of a write that cannot land any more need not be copied.
+        if ended.result() is not WriteOutcome.LANDED:
+            self.cancel()
+        if self.done.done() or not all(part.done.done() for part in self._parts):
+            return
+        outcomes = {part.done.result() for part in self._parts}
+        self.done.set_result(next(worst for worst in _WORST_FIRST if worst in outcomes))
 
 
 class _CopyJob(PlannedJob):

@@ -16,7 +16,7 @@ from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.fine import in_common_pages
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.plan import Addresses, Blocks, Pairing
-from kvflow.protocols.ports import WriteOutcome
+from kvflow.protocols.ports import Write, WriteOutcome
 from kvflow.transports.data.write_thread import Assignment, ThreadWrite, WriteJob, WriteThread
 
 FEW_BLOCKS = 64
@@ -186,15 +186,25 @@ class PlannedRoute:
         self.thread = thread
         self._siblings = siblings
 
-    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> ThreadWrite:
-        if self.closed:
-            raise TransferError("the route is closed; connect again to write to that peer")
-        self.planner.check(source_pages, target_pages)
-        total_bytes = self.planner.bytes_of(source_pages)
-        write = ThreadWrite(self.thread, self, source_pages, target_pages, total_bytes)
+    def write(self, source_pages: PageIndices, target_pages: PageIndices) -> Write:
+        self.check_write(source_pages, target_pages)
+        write = self.write_of(self.thread, source_pages, target_pages)
         if not self.write_at_once(write):
             self.thread.submit(write)
         return write
+
+    def check_write(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
+        """Check the page lists of a write. Raises: LayoutError; TransferError after `close`."""
+        if self.closed:
+            raise TransferError("the route is closed; connect again to write to that peer")
+        self.planner.check(source_pages, target_pages)
+
+    def write_of(
+        self, thread: WriteThread, source_pages: PageIndices, target_pages: PageIndices
+    ) -> ThreadWrite:
+        """Return a write for `thread`, which is not submitted yet."""
+        total_bytes = self.planner.bytes_of(source_pages)
+        return ThreadWrite(thread, self, source_pages, target_pages, total_bytes)
 
     def write_at_once(self, write: ThreadWrite) -> bool:
         """Do a tiny write on the event loop, if the back end can and `WriteThread.admit` allows it.

@@ -8,11 +8,12 @@ sessions and threads.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from typing import Generic, TypeVar
 
-from kvflow.aio import Threads
+from kvflow.aio import Threads, all_ended
 from kvflow.protocols.errors import LayoutError, TransferError
 from kvflow.protocols.pages.arrange import blocks_between
 from kvflow.protocols.pages.layout import PoolLayout
@@ -44,17 +45,18 @@ class ThreadedPlane(Generic[R]):
         Raises: MisuseError for a rate that is not positive.
         """
         self._thread = WriteThread(self.name, rate_limit_bytes_per_s)
+        self._threads = [self._thread]  # a back end may add more
         self._layout: PoolLayout | None = None  # our own pool's, once it is exported
         self._routes: set[R] = set()
 
     @property
     def stalled_s(self) -> float:
-        return self._thread.stalled_s
+        return max(thread.stalled_s for thread in self._threads)
 
     @property
     def under_way(self) -> dict[str, int]:
         """Counts of what writes still hold, by name. All are 0 when no write runs."""
-        return {"writes": self._thread.open_writes}
+        return {"writes": sum(thread.open_writes for thread in self._threads)}
 
     def sees_alive(self, writer: PlaneAddress) -> bool:
         return is_seen_alive(writer.process)
@@ -75,9 +77,18 @@ class ThreadedPlane(Generic[R]):
     async def close(self) -> None:
         """Cancel all writes, drain for at most `close_grace_s`, release every peer. Idempotent."""
         try:
-            await self._thread.close(self.close_grace_s)
+            more = [
+                asyncio.ensure_future(thread.close(self.close_grace_s))
+                for thread in self._threads[1:]
+            ]
+            try:
+                await self._thread.close(self.close_grace_s)
+            finally:
+                await all_ended(more)
+                for ended in more:
+                    ended.result()
         finally:
-            # The thread has ended, even if this close is cancelled.
+            # The threads have ended, even if this close is cancelled.
             for route in list(self._routes):
                 route.close()
             await self._release()
