@@ -74,6 +74,12 @@ def transfer(
             help="Between pages of two sizes, beside equal sizes, instead.", metavar="16:64"
         ),
     ] = "",
+    copy_threads: Annotated[
+        int,
+        typer.Option(
+            "--copy-threads", help="Threads that copy over local; 0: half of the cores.", min=0
+        ),
+    ] = 0,
     peer: Peer = "",
     as_json: AsJson = False,
 ) -> None:
@@ -91,7 +97,8 @@ def transfer(
     if page_sizes:
         _report(bench_page_sizes(names, orders, sizes_of(page_sizes), pairs, _say), as_json)
         return
-    _report(bench_transfer(names, orders, pairs, peer or None, verify, _say), as_json)
+    work = bench_transfer(names, orders, pairs, peer or None, verify, _say, copy_threads)
+    _report(work, as_json)
 
 
 @app.command()

@@ -45,16 +45,18 @@ async def bare(pair: WorkerPair, case: Case) -> float:
 
 
 async def bench_plane(
-    plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
+    plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say, **setup: Any
 ) -> dict[str, Any]:
     """Measure one data plane, with at least `pairs` interleaved pairs (rooms, bare) of every case.
+    `setup` has more arguments for the workers.
 
     Returns {"raw": the way of the bare writer, case: {"pairs": their number, "ratio": quartiles,
     "rooms_gb_s": quartiles, "raw_gb_s": quartiles}}.
     """
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
-    async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
+    shape = {**SHAPE, **setup}
+    async with await WorkerPair.open(plane, order=order, pages=pages, **shape) as pair:
         # The largest case warms up the connections, for rooms and bare writes alike.
         await through_rooms(pair, max(cases))
         report["raw"] = await pair.raw_setup()
@@ -79,12 +81,13 @@ async def bench_plane(
 
 
 async def bench_verified(
-    plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say
+    plane: str, order: str, pairs: int, cases: tuple[Case, ...], say: Say, **setup: Any
 ) -> dict[str, Any]:
     """Measure goodput with and without `--verify-transfers`, in turn, and return the ratio."""
     pages = max(case.pages * case.rooms for case in cases) + SPARE_PAGES
     report: dict[str, Any] = {}
-    async with await WorkerPair.open(plane, order=order, pages=pages, **SHAPE) as pair:
+    shape = {**SHAPE, **setup}
+    async with await WorkerPair.open(plane, order=order, pages=pages, **shape) as pair:
         for case in cases:
             seen: dict[bool, list[float]] = {True: [], False: []}
             for turn in range(1 + pairs):
@@ -150,16 +153,19 @@ async def bench_transfer(
     peer_harness: str | None,
     verify: bool,
     say: Say,
+    copy_threads: int = 0,
 ) -> dict[str, Any]:
     """Measure every plane with every page order, and then the peer, if there is one.
 
-    If `verify`, measure the planes with and without checksums.
+    If `verify`, measure the planes with and without checksums. `copy_threads` is that of
+    `LocalPlane`; 0 is its default.
     """
     report: dict[str, Any] = {"pairs": pairs, "shape": SHAPE}
+    setup = {"copy_threads": copy_threads} if copy_threads else {}
     measure = bench_verified if verify else bench_plane
     for plane in planes:
         for order in orders:
-            report[f"{plane} {order}"] = await measure(plane, order, pairs, CASES, say)
+            report[f"{plane} {order}"] = await measure(plane, order, pairs, CASES, say, **setup)
     if peer_harness:
         report["mooncake page_first against sglang"] = await bench_against_peer(
             peer_harness, pairs, say

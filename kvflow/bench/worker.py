@@ -29,10 +29,11 @@ from kvflow.memory.staging import Staging
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.pages.arrange import by_shard
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout, build_layout
-from kvflow.protocols.ports import PlaneAddress
+from kvflow.protocols.ports import DataPlane, PlaneAddress
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.zmq import bind_router, connect_dealer
+from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.select import open_plane
 
 SEND_STAGING_BYTES = 64 << 20
@@ -82,6 +83,7 @@ class Worker:
         widths: tuple[int, int] = (1, 1),
         page_sizes: tuple[int, int] | None = None,
         staged: bool = False,
+        copy_threads: int = 0,
     ) -> dict[str, Any]:
         """Allocate the pool and start the node of this role.
 
@@ -89,7 +91,7 @@ class Worker:
         and in `rooms`, pages are counted in `page_size`.
         `widths` is (shards at prefill, shards at decode). The heads of each page are divided among
         the shards. If `staged`, slices pass through staging: prefill gathers them in staging, or
-        decode receives them in staging.
+        decode receives them in staging. `copy_threads` is that of `LocalPlane`; 0 is its default.
         """
         own_size = page_size if page_sizes is None else page_sizes[self.role == "decode"]
         self._small_pages = own_size // page_size
@@ -102,7 +104,11 @@ class Worker:
         self.pool = await asyncio.to_thread(PagedPool.allocate, layout)
         staging = await asyncio.to_thread(self._staging, widths) if staged else None
         segment = (self.pool if staging is None else staging.host).segment
-        data_plane = await asyncio.to_thread(open_plane, plane, segment, rate_bytes_per_s, host)
+        data_plane: DataPlane
+        if plane == LocalPlane.name and copy_threads:
+            data_plane = LocalPlane(segment, rate_bytes_per_s, copy_threads)
+        else:
+            data_plane = await asyncio.to_thread(open_plane, plane, segment, rate_bytes_per_s, host)
         key = read_key(control_key_file)
         options: dict[str, Any] = {"verify_transfers": verify_transfers, "staging": staging}
         if self.role == "prefill":
