@@ -213,7 +213,7 @@ async def test_one_network_address_takes_so_many_places_and_no_more(
             pass
         with pytest.raises(
             RefusedError,
-            match=r"1 decodes at 127\.0\.0\.1 are registered .* at most 1 for one address",
+            match=r"1 decodes at 127\.0\.0\.1 are registered .*\(--decodes-per-address\)",
         ):
             await second.room(2, [prefill.info], range(8))
         async with prefill.room(3, range(8)), elsewhere.room(3, [prefill.info], range(8)):

@@ -29,6 +29,16 @@ def check_time(name: str, value_s: float, least_s: float = 0) -> float:
     )
 
 
+def check_count(name: str, value: int) -> int:
+    """Check a number of peers that a user passes, and return it.
+
+    Raises: MisuseError if `value` is no whole number above 0.
+    """
+    if type(value) is not int or value < 1:  # in Python, `True` is an int
+        raise MisuseError(f"{name} {value!r} is not a whole number above 0")
+    return value
+
+
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """Times of the control plane, in seconds.
 

@@ -45,6 +45,7 @@ from tests.protocols.alone import (
     stopped,
 )
 
+FULL = "2 decodes are registered already; prefill's max_decodes (--max-decodes) allows no more"
 SMALLER = build_layout([("k", "uint8", (8,))], page_size=3, num_pages=16)
 
 
@@ -240,7 +241,7 @@ class TestPlacesAreBounded:
 
     def test_a_newcomer_is_refused_while_all_are_needed(self) -> None:
         prefill = LonePrefill(bounds=self.BOUNDS).up(DECODE, OTHER_DECODE)
-        assert refusal(prefill, THIRD_DECODE) == "2 decodes are registered already"
+        assert refusal(prefill, THIRD_DECODE) == FULL
         prefill.tick(5)
         assert prefill.register(THIRD_DECODE)[0] == CloseRoute(DECODE)
 
@@ -279,7 +280,8 @@ class TestPlacesAreBounded:
             prefill.endpoint.route_opened(wire.Incarnation(decode), prefill.now)
             prefill.asked()
         assert register_from("10.0.0.2", 304)[0].refusal == (
-            "1 decodes at 10.0.0.2 are registered already, of at most 1 for one address"
+            "1 decodes at 10.0.0.2 are registered already; prefill's decodes_per_address "
+            "(--decodes-per-address) allows no more at one address"
         )
         prefill.tick(5)
         silent, more = register_from("10.0.0.2", 304)
@@ -328,7 +330,7 @@ class TestPlacesAreBounded:
         prefill.up(OTHER_DECODE).tick(5)
         prefill.core.former.in_doubt[wire.Incarnation(5)] = (wire.GrantId(9),)
         prefill.up(wire.Incarnation(111))
-        assert refusal(prefill, wire.Incarnation(112)) == "2 decodes are registered already"
+        assert refusal(prefill, wire.Incarnation(112)) == FULL
 
     def test_one_that_has_no_doubts_makes_place_however_many_are_remembered(self) -> None:
         prefill = LonePrefill(bounds=Bounds(targets=1, closed_grants=1)).up()

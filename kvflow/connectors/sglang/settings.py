@@ -8,7 +8,7 @@ from typing import Self
 import msgspec
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.protocols.limits import Bounds, Timing, check_count, check_time
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import registry_address
 from kvflow.transports.data.select import check_plane
@@ -46,6 +46,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
     quarantine_share: float = Bounds().quarantine_share
     """Requests are refused while more than this share of decode's pages is waiting for proof."""
+    max_decodes: int = Bounds().targets
+    """At a prefill: the decodes that each of its workers knows at a time; more are refused."""
+    decodes_per_address: int = Bounds().decodes_per_address
+    """At a prefill: how many of them may come from one network address."""
     fingerprint: str = ""
     """The identity of the model, for weights that kvflow cannot read. It must be the same text on
     both sides.
@@ -90,7 +94,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "control_key_file": lambda: read_key(self.control_key_file),
             "rendezvous_s": lambda: check_time("rendezvous_s", self.rendezvous_s),
             "lost_after_s": lambda: Timing(lost_after_s=self.lost_after_s),
-            "quarantine_share": lambda: self.bounds,
+            "quarantine_share": lambda: Bounds(quarantine_share=self.quarantine_share),
+            "max_decodes": lambda: check_count("max_decodes", self.max_decodes),
+            "decodes_per_address": lambda: check_count(
+                "decodes_per_address", self.decodes_per_address
+            ),
             "rate_limit_bytes_per_s": self._check_rate,
         }
         for name, check in checks.items():
@@ -127,7 +135,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(quarantine_share=self.quarantine_share)
+        return Bounds(
+            quarantine_share=self.quarantine_share,
+            targets=self.max_decodes,
+            decodes_per_address=self.decodes_per_address,
+        )
 
 
 def variable(field: str) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Self
 import msgspec
 
 from kvflow.protocols.errors import MisuseError
-from kvflow.protocols.limits import Bounds, Timing, check_time
+from kvflow.protocols.limits import Bounds, Timing, check_count, check_time
 from kvflow.transports.control.registry import RegistryClient, registry_address
 from kvflow.transports.data.select import check_plane
 
@@ -61,6 +61,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     quarantine_share: float = Bounds().quarantine_share
     """Loads are refused while more than this share of decode's blocks is waiting for proof."""
+    max_decodes: int = Bounds().targets
+    """At a prefill: the decodes that each of its workers knows at a time; more are refused."""
+    decodes_per_address: int = Bounds().decodes_per_address
+    """At a prefill: how many of them may come from one network address."""
     status_port: int = 0
     """The status port of a decode: rank r serves GET /health and /metrics at this port + r. 0: not
     served.
@@ -110,6 +114,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise MisuseError(
                 f"rate_limit_bytes_per_s {self.rate_limit_bytes_per_s} is not above 0"
             )
+        check_count("max_decodes", self.max_decodes)
+        check_count("decodes_per_address", self.decodes_per_address)
         self.timing, self.bounds  # noqa: B018 - what they refuse is refused here
 
     def _check_host(self) -> None:
@@ -134,7 +140,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def bounds(self) -> Bounds:
-        return Bounds(quarantine_share=self.quarantine_share)
+        return Bounds(
+            quarantine_share=self.quarantine_share,
+            targets=self.max_decodes,
+            decodes_per_address=self.decodes_per_address,
+        )
 
 
 def check_engine(vllm_config: Any) -> None:

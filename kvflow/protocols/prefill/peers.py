@@ -335,7 +335,10 @@ class PrefillPeers(Core):
 
         bounds, peers, process = self.bounds, self.peers.values(), process_of(message.address)
         if len(peers) >= bounds.targets and not self.make_place(peers, now):
-            return f"{bounds.targets} decodes are registered already"
+            return (
+                f"{bounds.targets} decodes are registered already; prefill's max_decodes "
+                "(--max-decodes) allows no more"
+            )
         siblings = [peer for peer in peers if process_of(peer.address) == process]
         if len(siblings) >= bounds.decodes_per_process and not self.make_place(siblings, now):
             pid = message.address.process.pid
@@ -344,8 +347,8 @@ class PrefillPeers(Core):
         neighbours = [peer for peer in peers if sender and peer.sender_address == sender]
         if len(neighbours) >= bounds.decodes_per_address and not self.make_place(neighbours, now):
             return (
-                f"{len(neighbours)} decodes at {sender} are registered already, of at most "
-                f"{bounds.decodes_per_address} for one address"
+                f"{len(neighbours)} decodes at {sender} are registered already; prefill's "
+                "decodes_per_address (--decodes-per-address) allows no more at one address"
             )
         return ""
 

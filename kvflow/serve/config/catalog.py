@@ -58,7 +58,7 @@ _ROUTER = _names(
 )
 _SENDER = _names(
     "pp tp chunked_prefill_size max_batch_tokens transfer_rate_limit rendezvous_s "
-    "optimistic_prefill max_pinned_share"
+    "optimistic_prefill max_pinned_share max_decodes decodes_per_address"
 )
 FIELDS_OF_ROLE: dict[str, tuple[str, ...]] = {
     "prefill": (
@@ -109,7 +109,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "disaggregation_transfer_backend disaggregation_bootstrap_port control_port "
         "disaggregation_ib_device disaggregation_mode transfer_rate_limit staging staging_bytes "
         "disaggregation_prefill_tp verify_transfers rendezvous_s optimistic_prefill "
-        "kv_events_config"
+        "max_decodes decodes_per_address kv_events_config"
     ),
     "security": _names(
         "api_key admin_api_key tls_cert tls_key tls_ca tls_server_name kv_events_key_file "

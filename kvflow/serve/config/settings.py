@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from kvflow.protocols.cache.choices import EvictionPolicy, PrefetchPolicy, WritePolicy
-from kvflow.protocols.limits import Timing
+from kvflow.protocols.limits import Bounds, Timing
 
 Role = Literal["prefill", "decode", "router", "up"]
 DEFAULT_PORTS: dict[str, int] = {"prefill": 30000, "decode": 30001, "router": 8000, "up": 8000}
@@ -272,6 +272,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_pinned_share: Share = 0.5
     """Share of prefill's pages, or of its rows, above which a decode that takes no writes is
     refused."""
+    max_decodes: Count = Bounds().targets
+    """Decodes that one prefill rank knows at a time; more are refused, unless a silent one makes
+    place."""
+    decodes_per_address: Count = Bounds().decodes_per_address
+    """How many of them may come from one network address; raise it for decodes behind one NAT or
+    proxy, or where one host runs many."""
 
     prefill: tuple[str, ...] = ()
     """URL of a prefill worker (repeat for more)."""

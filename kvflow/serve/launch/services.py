@@ -58,7 +58,11 @@ async def prefill_node(
         world_size=world_size,
         model=settings.model_name,
         timing=Timing(rendezvous_s=settings.rendezvous_s),
-        bounds=Bounds(pinned_share=settings.max_pinned_share),
+        bounds=Bounds(
+            pinned_share=settings.max_pinned_share,
+            targets=settings.max_decodes,
+            decodes_per_address=settings.decodes_per_address,
+        ),
         verify_transfers=settings.verify_transfers,
         staging=staging,
         advertise=reachable(settings.host),

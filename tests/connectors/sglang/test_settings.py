@@ -21,6 +21,8 @@ def test_what_is_set_is_read() -> None:
     timing = found.timing
     assert (timing.rendezvous_s, timing.announced_s, timing.lost_after_s) == (5.0, 5.0, 2.5)
     assert read(QUARANTINE_SHARE="0.25").bounds.quarantine_share == 0.25
+    many = read(MAX_DECODES="5000", DECODES_PER_ADDRESS="3000").bounds
+    assert (many.targets, many.decodes_per_address) == (5000, 3000)
     assert read(RATE_LIMIT_BYTES_PER_S="1e6").rate_limit_bytes_per_s == 1e6
 
 
@@ -46,6 +48,12 @@ def test_an_empty_variable_and_those_of_others_count_as_not_set() -> None:
         ("LOST_AFTER_S", "0", "KVFLOW_SGLANG_LOST_AFTER_S: lost_after_s 0.0 is not"),
         ("DECODE_TP_SIZE", "two", "KVFLOW_SGLANG_DECODE_TP_SIZE is 'two': Expected `int`"),
         ("QUARANTINE_SHARE", "1.5", "KVFLOW_SGLANG_QUARANTINE_SHARE: quarantine_share 1.5"),
+        (
+            "MAX_DECODES",
+            "0",
+            "KVFLOW_SGLANG_MAX_DECODES: max_decodes 0 is not a whole number above",
+        ),
+        ("DECODES_PER_ADDRESS", "-1", "KVFLOW_SGLANG_DECODES_PER_ADDRESS: decodes_per_address -1"),
         ("RATE_LIMIT_BYTES_PER_S", "0", "RATE_LIMIT_BYTES_PER_S: rate_limit_bytes_per_s 0.0 is"),
         ("CONTROL_KEY_FILE", "/no/such", "KVFLOW_SGLANG_CONTROL_KEY_FILE: key file /no/such: No"),
     ],

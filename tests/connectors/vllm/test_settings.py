@@ -18,8 +18,11 @@ def test_what_is_set_is_read() -> None:
             "source_deadline_s": 5,
             "lost_after_s": 2.5,
             "quarantine_share": 0.25,
+            "max_decodes": 5000,
+            "decodes_per_address": 3000,
         }
     )
+    assert (found.bounds.targets, found.bounds.decodes_per_address) == (5000, 3000)
     assert (found.source_deadline_s, found.load_deadline_s) == (5.0, 300.0)
     assert found.bootstrap_port == 8998
     assert not found.verify_transfers, "checksums of all that travels are asked for"
@@ -57,6 +60,8 @@ def test_the_ranks_of_data_parallel_engines_have_ports_of_their_own() -> None:
         ({"load_deadline_s": 1e9}, "load_deadline_s 1000000000.0 is not"),
         ({"lost_after_s": 0}, "lost_after_s 0.0 is not"),
         ({"quarantine_share": 1.5}, "quarantine_share 1.5"),
+        ({"max_decodes": 0}, "max_decodes 0 is not a whole number above 0"),
+        ({"decodes_per_address": 0}, "decodes_per_address 0 is not a whole number above 0"),
         ({"recompute_below_tokens": -1}, "recompute_below_tokens -1 is below 0"),
         ({"rate_limit_bytes_per_s": 0}, "rate_limit_bytes_per_s 0.0 is not above 0"),
         ({"rate_limit_bytes_per_s": float("nan")}, "rate_limit_bytes_per_s nan is not above 0"),

@@ -98,6 +98,10 @@ REFUSED = [
     ("prefill page_size=many", "--page-size: 'many': expected int, got str"),
     ("prefill KVFLOW_PAGE_SIZE=0", "environment KVFLOW_PAGE_SIZE: '0': expected int >= 1 and"),
     ("decode new_token_ratio=1.5", "--new-token-ratio: '1.5': expected float >= 0 and <= 1"),
+    (
+        "prefill decodes_per_address=0",
+        "--decodes-per-address: '0': expected int >= 1 and <= 1048576",
+    ),
     ("prefill rendezvous_s=0", "--rendezvous-s: '0': expected float > 0 and <= 3600"),
     ("prefill optimistic_prefill=-1", "--optimistic-prefill: '-1': expected int >= 0 and <= 1000"),
     ("prefill transfer_rate_limit=-1", "--transfer-rate-limit: '-1': expected int >= 0"),
@@ -320,6 +324,15 @@ def test_a_worker_that_becomes_the_other_role_reads_that_roles_settings(
         1 << 28,
         0.7,
     )
+
+
+def test_the_limits_on_decodes_are_prefills() -> None:
+    flags = {"max_decodes": "5000", "decodes_per_address": "3000"}
+    found = resolve("prefill", {**MODEL, **flags}, env={})
+    assert (found.max_decodes, found.decodes_per_address) == (5000, 3000)
+    found = resolve("up", MODEL, env={"KVFLOW_DECODES_PER_ADDRESS": "3000"})
+    assert (found.max_decodes, found.decodes_per_address) == (1024, 3000)
+    assert not flags.keys() & set(FIELDS_OF_ROLE["decode"])
 
 
 def test_the_rendezvous_may_take_minutes_at_prefill() -> None:
