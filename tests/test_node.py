@@ -18,7 +18,7 @@ from kvflow.protocols.ports import ControlSocket, PlaneAddress
 from kvflow.protocols.wire.ranks import RankInfo, rank_from_json, rank_to_json
 from kvflow.testing.pair import QUICK, Pair, pair, small_layout, until
 from kvflow.transports.control.memory import Network
-from kvflow.transports.control.zmq import connect_dealer
+from kvflow.transports.control.zmq import ZmqSocket, connect_dealer
 from kvflow.transports.data.fake import FakeNetwork, FakePlane, FakeRoute, Fault
 from kvflow.transports.data.local import LocalPlane
 
@@ -221,6 +221,14 @@ async def test_one_network_address_takes_so_many_places_and_no_more(
         assert len(prefill.peers()) == 2
     for pool in pools:
         pool.close()
+
+
+async def test_a_node_for_more_decodes_lets_more_connections_be_open() -> None:
+    pool = PagedPool.allocate(small_layout())
+    async with PrefillNode(pool, LocalPlane(pool.segment), bounds=Bounds(targets=5000)) as node:
+        socket = node.shell.socket
+        assert isinstance(socket, ZmqSocket) and socket.connections.expected == 10_000
+    pool.close()
 
 
 async def test_nodes_in_one_process_know_nothing_of_one_that_has_closed() -> None:

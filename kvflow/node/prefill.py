@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -97,7 +98,9 @@ class PrefillNode(Node[PrefillShell]):
         self._model = model
         self._group = (dp_rank, dp_size)
         self._socket: ControlSocket | None = None
-        self._bind = bind
+        # A socket for more decodes lets more connections be open.
+        decodes = self.bounds.targets
+        self._bind = partial(bind_router, decodes=decodes) if bind is bind_router else bind
 
     @staticmethod
     def _moved(layout: PoolLayout) -> PoolLayout:

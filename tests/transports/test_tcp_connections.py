@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import select
@@ -239,7 +240,8 @@ async def test_to_cut_a_thousand_connections_takes_no_million_comparisons(
     for place in range(1000):
         # No file has such a descriptor, so a cut finds that the connection was closed meanwhile.
         connection = router.connections.open[beyond + place] = TcpConnection(time.monotonic())
-        connection.unfinished_bytes, connection.has_delivered = Size(6000 - place), True
+        connection.unfinished_bytes = Size(6000 - place)
+        router.connections._unfinished.add(beyond + place)
     router.connections._enforce()
     assert sorted(router.connections.open) == [beyond + 998, beyond + 999]
     assert Size.compared < 20_000
@@ -405,6 +407,55 @@ async def test_many_connections_are_looked_at_some_at_a_time(
     assert {descriptor for turn in turns for descriptor in turn} == set(connections.open)
     for raw in strangers:
         raw.close()
+
+
+async def test_of_a_crowd_a_round_looks_at_some_and_at_all_when_memory_grows(
+    router: ZmqSocket, port: int, dealer: ZmqSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resident = 0
+    monkeypatch.setattr(tcp_connections, "LOOK_AT_ALL", 8)
+    monkeypatch.setattr(tcp_connections, "LOOK_AT_SOME", 3)
+    monkeypatch.setattr(tcp_connections, "_resident_bytes", lambda: resident)
+    connections = router.connections
+    rounds: list[set[int]] = []
+    chosen = connections._chosen
+
+    def noted() -> list[int]:
+        found = list(chosen())
+        rounds.append(set(found))
+        return found
+
+    monkeypatch.setattr(connections, "_chosen", noted)
+    await echo(router, dealer)
+    with contextlib.ExitStack() as stack:
+        for _ in range(12):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        await until(lambda: len(connections.open) == 13)
+        every = set(connections.open)
+        rounds.clear()
+        await until(lambda: len(rounds) >= 6)
+        assert {len(found) for found in rounds} <= {1, 2, 3}
+        assert set().union(*rounds) == every, "each has its turn"
+        resident = tcp_connections.GROWN_BYTES + 1
+        await until(lambda: rounds[-1] == every)
+        await until(lambda: rounds[-1] != every)
+        # One with a long message is looked at in every round, and its time begins now.
+        raw = stack.enter_context(await asyncio.to_thread(connected, port))
+        await until(lambda: len(connections.open) == 14)
+        (descriptor,) = set(connections.open) - every
+        connections.open[descriptor].since_s -= 60
+        raw.sendall(part(tcp_connections.LATE_BYTES + 1))
+        await until(
+            lambda: connections.open[descriptor].unfinished_bytes > tcp_connections.LATE_BYTES
+        )
+        rounds.clear()
+        await until(lambda: len(rounds) >= 4)
+        assert all(descriptor in found for found in rounds) and connections.cut == 0
+        monkeypatch.setattr(tcp_connections, "UNFINISHED_S", 0.0)
+        await until_cut(router, 1)
+        assert descriptor not in connections.open
+    await until(lambda: len(connections.open) == 1)
+    assert not connections._silent and not connections._unfinished
 
 
 def test_the_number_under_which_a_connection_is_cut_is_never_inherited() -> None:

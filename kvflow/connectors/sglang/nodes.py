@@ -130,7 +130,9 @@ def prefill_node(
         host,
         _device(args, settings),
     )
-    bind = partial(bind_router, key=read_key(settings.control_key_file))
+    bind = partial(
+        bind_router, key=read_key(settings.control_key_file), decodes=settings.max_decodes
+    )
     rank, count = rank_for_decode(place, settings.decode_tp_size, pool)
     named: dict[str, Any] = {"model": model, "rank": rank, "world_size": count}
     return PrefillThread(pool, plane, bind=bind, **named, **_options(settings, host))

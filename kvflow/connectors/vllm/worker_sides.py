@@ -267,9 +267,9 @@ def _options(
 def _prefill_thread(pool: PagedPool, settings: Settings, options: dict[str, Any]) -> PrefillThread:
     rate, device = settings.rate_limit_bytes_per_s, settings.ib_device
     plane = open_plane(settings.transfer_backend, None, rate, settings.host, device)
-    return PrefillThread(
-        pool, plane, bind=partial(bind_router, key=read_key(settings.control_key_file)), **options
-    )
+    key = read_key(settings.control_key_file)
+    bind = partial(bind_router, key=key, decodes=settings.max_decodes)
+    return PrefillThread(pool, plane, bind=bind, **options)
 
 
 def _decode_thread(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -149,6 +149,53 @@ class DecodePeer:
         return ""
 
 
+class Crowds:
+    """Registered decodes by process and by network address, each group in order of registration.
+
+    The groups are kept, because a search over all decodes at each registration would take seconds
+    of the event loop when thousands register at once.
+    """
+
+    def __init__(self) -> None:
+        self._processes: dict[Hashable, dict[Incarnation, DecodePeer]] = {}
+        self._addresses: dict[Hashable, dict[Incarnation, DecodePeer]] = {}
+
+    def of_process(self, address: PlaneAddress) -> Collection[DecodePeer]:
+        return self._processes.get(_process_of(address), _NOBODY).values()
+
+    def at_address(self, sender_address: str) -> Collection[DecodePeer]:
+        """Return the decodes at an address, or none for an empty one, which is not known."""
+        return self._addresses.get(sender_address, _NOBODY).values()
+
+    def add(self, peer: DecodePeer) -> None:
+        for groups, key in self._groups_of(peer):
+            groups.setdefault(key, {})[peer.incarnation] = peer
+
+    def remove(self, peer: DecodePeer) -> None:
+        for groups, key in self._groups_of(peer):
+            group = groups[key]
+            del group[peer.incarnation]
+            if not group:
+                del groups[key]
+
+    def _groups_of(
+        self, peer: DecodePeer
+    ) -> Iterator[tuple[dict[Hashable, dict[Incarnation, DecodePeer]], Hashable]]:
+        yield self._processes, _process_of(peer.address)
+        if peer.sender_address:
+            yield self._addresses, peer.sender_address
+
+
+_NOBODY: dict[Incarnation, DecodePeer] = {}
+
+
+def _process_of(address: PlaneAddress) -> Hashable:
+    # The other fields of the identity do not distinguish processes, and a decode could vary them to
+    # pass for another process.
+    process = address.process
+    return process.boot_id, process.pid_namespace, process.pid, process.start_ticks
+
+
 class FormerDecodes:
     """Records of forgotten decodes. Each kind of record is bounded by `most`, and the oldest are
     dropped first. Grants in doubt are never dropped. Instead, a decode is not displaced if its
@@ -189,11 +236,19 @@ class FormerDecodes:
         """Choose a silent decode without open grants, record its grants, and return it. Returns
         None if there is no such decode, or if the grants in doubt would exceed the bound.
         """
-        found = [(len(peer.grants.unproven()), peer) for peer in among if peer.displaceable]
-        if not found:
+        found: tuple[int, DecodePeer] | None = None
+        for candidate in among:
+            if candidate.displaceable:
+                doubts = len(candidate.grants.unproven())
+                # Grants in doubt must stay recorded, so the decode with the fewest is chosen. The
+                # first one without any ends the search.
+                if found is None or doubts < found[0]:
+                    found = doubts, candidate
+                if not doubts:
+                    break
+        if found is None:
             return None
-        # Grants in doubt must stay recorded, so the decode with the fewest of them is chosen.
-        doubts, peer = min(found, key=lambda one: one[0])
+        doubts, peer = found
         if doubts and doubts + sum(map(len, self.in_doubt.values())) > self._most:
             return None
         self.remember_grants(peer)
@@ -215,6 +270,8 @@ class PrefillPeers(Core):
         super().__init__(identity.layout, observer, timing, bounds)
         self.identity = identity
         self.peers: dict[Incarnation, DecodePeer] = {}
+        self.crowds = Crowds()
+        self._num_silent = 0  # decodes whose phase is SILENT
         self.kept = KeptBytes()
         # For each refused decode, the cause of the refusal. Rooms that the decode announced before
         # it received the refusal end with this cause.
@@ -312,6 +369,7 @@ class PrefillPeers(Core):
             peer = self.peers[message.target] = DecodePeer(
                 message, self.bounds.closed_grants, self.kept, now, sender_address(), seen_below
             )
+            self.crowds.add(peer)
             peer.grants.remember_doubts(self.former.in_doubt.pop(message.target, ()))
             self.former.displaced.pop(message.target, None)
             if refusal := peer.mismatch(self.identity):
@@ -327,24 +385,17 @@ class PrefillPeers(Core):
         an empty string.
         """
 
-        def process_of(address: PlaneAddress) -> tuple[str, str, int, int]:
-            # The other fields of the identity do not distinguish processes, and a decode could vary
-            # them to pass for another process.
-            process = address.process
-            return process.boot_id, process.pid_namespace, process.pid, process.start_ticks
-
-        bounds, peers, process = self.bounds, self.peers.values(), process_of(message.address)
-        if len(peers) >= bounds.targets and not self.make_place(peers, now):
+        bounds, sender = self.bounds, sender_address()
+        if len(self.peers) >= bounds.targets and not self.make_place(self.peers.values(), now):
             return (
                 f"{bounds.targets} decodes are registered already; prefill's max_decodes "
                 "(--max-decodes) allows no more"
             )
-        siblings = [peer for peer in peers if process_of(peer.address) == process]
+        siblings = self.crowds.of_process(message.address)
         if len(siblings) >= bounds.decodes_per_process and not self.make_place(siblings, now):
             pid = message.address.process.pid
             return f"{len(siblings)} decodes of process {pid} are registered already"
-        sender = sender_address()
-        neighbours = [peer for peer in peers if sender and peer.sender_address == sender]
+        neighbours = self.crowds.at_address(sender)
         if len(neighbours) >= bounds.decodes_per_address and not self.make_place(neighbours, now):
             return (
                 f"{len(neighbours)} decodes at {sender} are registered already; prefill's "
@@ -394,7 +445,9 @@ class PrefillPeers(Core):
         move = TABLE.moves[peer.phase, kind]
         if move is None:
             return
+        self._num_silent -= peer.phase is PeerPhase.SILENT
         peer.phase = move.phase
+        self._num_silent += peer.phase is PeerPhase.SILENT
         if peer.phase is PeerPhase.UP:
             self.deadlines.set(Timer("silence", peer.incarnation), now + self.timing.lost_after_s)
         for command in move.commands:
@@ -416,7 +469,7 @@ class PrefillPeers(Core):
         """
         # The death of a process on another host may never be observed, so silent decodes would
         # otherwise fill the table.
-        if (peer := self.former.displace(among)) is None:
+        if not self._num_silent or (peer := self.former.displace(among)) is None:
             return False
         self.feed_peer(peer, PeerKind.DISPLACED, now)
         return True
@@ -468,6 +521,7 @@ def _forget(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> N
     core.deadlines.cancel(Timer("silence", peer.incarnation))
     core.deadlines.cancel(Timer("goodbye", peer.incarnation))
     peer.grants.forget()
+    core.crowds.remove(peer)
     del core.peers[peer.incarnation]
 
 

@@ -34,7 +34,8 @@ Control = tuple[ZmqSocket, int]  # prefill's control socket and its port
 
 def bind_control(settings: Settings) -> Control:
     """Bind prefill's control socket. Raises: MisuseError for a port in use or a bad key file."""
-    return bind_router(settings.host, settings.control_port, read_key(settings.control_key_file))
+    key = read_key(settings.control_key_file)
+    return bind_router(settings.host, settings.control_port, key, decodes=settings.max_decodes)
 
 
 async def prefill_node(

@@ -9,8 +9,10 @@ delivered a whole message, and cuts connections above the limits. ZMQ then frees
 decode whose connection is cut reconnects, and Resync repairs what was lost.
 
 Each turn of the event loop inspects only a few connections, so thousands of idle ones do not delay
-other work. Inspections and cuts open no descriptor, so they still work after a stranger uses up
-all descriptors.
+other work. To inspect thousands in each round would take a fifth of a core. Of a crowd, a round
+therefore inspects the connections with a long unfinished message and the next few of the others,
+and it inspects all when the memory of this process grows. Inspections and cuts open no descriptor,
+so they still work after a stranger uses up all descriptors.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import functools
 import itertools
 import logging
 import os
+import resource
 import socket
 import struct
 import threading
@@ -46,6 +49,10 @@ ALL_UNFINISHED_BYTES = 64 << 20
 # A connection is cut if it has had more than LATE_BYTES of an unfinished message for UNFINISHED_S.
 UNFINISHED_S, LATE_BYTES = 5.0, 64 << 10
 MAX_CONNECTIONS = 2_048  # fewer if the process has few descriptors (`descriptors_for`)
+# Up to so many connections are all inspected in each round. Above, a round inspects those with a
+# long unfinished message, and so many of the others in turn, while this process does not grow by
+# more than GROWN_BYTES: unfinished messages take memory.
+LOOK_AT_ALL, LOOK_AT_SOME, GROWN_BYTES = 256, 64, 16 << 20
 # Connections, or monitor events, that one turn of the event loop handles. This takes some 300 us.
 LOOK_WORK = 64
 _OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
@@ -58,16 +65,15 @@ class TcpConnection:
     """Counters for one connection.
 
     `received` is the number of bytes that had arrived when the connection last delivered a whole
-    message; it is 0 before the first one. `since_s` is the last time at which at most `LATE_BYTES`
-    of a message were unfinished.
+    message; it is 0 before the first one. `since_s` is the time of the inspection that first found
+    more than `LATE_BYTES` of a message unfinished, or of the last one before that.
     """
 
-    __slots__ = ("has_delivered", "received", "since_s", "unfinished_bytes")
+    __slots__ = ("received", "since_s", "unfinished_bytes")
 
     def __init__(self, now: float) -> None:
         self.received, self.since_s = 0, now
         self.unfinished_bytes = 0
-        self.has_delivered = False
 
 
 class _Spare:
@@ -98,6 +104,16 @@ class _Spare:
 
 
 _spare = functools.cache(_Spare)
+
+
+@functools.cache
+def _statm() -> int:
+    """Return a descriptor of this process's memory statistics, which stays open."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _resident_bytes() -> int:
+    return int(os.pread(_statm(), 128, 0).split()[1]) * resource.getpagesize()
 
 
 class _Round:
@@ -134,6 +150,13 @@ class TcpConnections:
         self._socket, self._on_event = monitored, on_event
         self._port = 0
         self.open: dict[int, TcpConnection] = {}  # by descriptor, oldest first
+        # The connections that have delivered nothing yet, oldest first.
+        self._silent: dict[int, None] = {}
+        self._unfinished: set[int] = set()  # those with bytes of an unfinished message
+        # The connections of a crowd that wait for their turn to be inspected.
+        self._waiting: deque[int] = deque()
+        self._grown_from_bytes = 0  # resident memory when all connections were last inspected
+        self.expected = 0  # above MAX_CONNECTIONS, the number of connections that may be open
         self.cut = 0  # number of connections that were cut
         address = f"inproc://kvflow-monitor-{next(_names)}"
         monitored.monitor(address, _EVENTS | events)
@@ -147,6 +170,7 @@ class TcpConnections:
         self._turn: asyncio.Handle | None = None
         # Open the spare descriptor now: at the time of a cut there may be none left.
         _spare()
+        _statm()
 
     def watch(
         self,
@@ -185,10 +209,11 @@ class TcpConnections:
             if event & _OPENED:
                 # First remove an earlier connection with this descriptor, so that `open` stays in
                 # order of age.
-                self.open.pop(descriptor, None)
+                self._drop(descriptor)
                 self.open[descriptor] = TcpConnection(self._loop.time())
+                self._silent[descriptor] = None
             elif event & _EVENTS:
-                self.open.pop(descriptor, None)
+                self._drop(descriptor)
             else:
                 self._on_event(event)
         return False
@@ -223,7 +248,29 @@ class TcpConnections:
         incoming = self._incoming
         all_had_a_turn = incoming.messages - self._messages >= len(self.open)
         self._messages = incoming.messages
-        return _Round(self.open, all_had_a_turn=all_had_a_turn)
+        return _Round(self._chosen(), all_had_a_turn=all_had_a_turn)
+
+    def _chosen(self) -> Iterable[int]:
+        """Return the connections that the next round inspects."""
+        if len(self.open) <= LOOK_AT_ALL:
+            return self.open
+        resident_bytes = _resident_bytes()
+        if resident_bytes > self._grown_from_bytes + GROWN_BYTES:
+            self._grown_from_bytes = resident_bytes
+            return self.open
+        # Memory that was returned in the meantime must not hide the next growth.
+        self._grown_from_bytes = min(self._grown_from_bytes, resident_bytes)
+        waiting = self._waiting
+        if not waiting:
+            waiting.extend(self.open)
+        some = (waiting.popleft() for _ in range(min(LOOK_AT_SOME, len(waiting))))
+        long = (d for d in self._unfinished if self.open[d].unfinished_bytes > LATE_BYTES)
+        return dict.fromkeys(itertools.chain(long, some))
+
+    def _drop(self, descriptor: int) -> None:
+        self.open.pop(descriptor, None)
+        self._silent.pop(descriptor, None)
+        self._unfinished.discard(descriptor)
 
     def _look_at(self, found: _Round) -> None:
         if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
@@ -237,14 +284,20 @@ class TcpConnections:
             received = self._received(descriptor)
             if received is None:
                 # The connection is closed, but the monitor has not reported it yet.
-                del self.open[descriptor]
+                self._drop(descriptor)
             elif descriptor in delivered or received < connection.received:
                 connection.received, connection.since_s = received, self._loop.time()
-                connection.unfinished_bytes, connection.has_delivered = 0, True
+                connection.unfinished_bytes = 0
+                self._silent.pop(descriptor, None)
+                self._unfinished.discard(descriptor)
             else:
+                was_short = connection.unfinished_bytes <= LATE_BYTES
                 connection.unfinished_bytes = received - connection.received
-                # The time limit of a message starts when it exceeds LATE_BYTES, and not before.
-                if connection.unfinished_bytes <= LATE_BYTES:
+                if connection.unfinished_bytes:
+                    self._unfinished.add(descriptor)
+                # The time limit of a message starts when it exceeds LATE_BYTES, and not before. In
+                # a crowd, the inspection before this one may be many seconds ago.
+                if was_short or connection.unfinished_bytes <= LATE_BYTES:
                     connection.since_s = self._loop.time()
             delivered.discard(descriptor)
         delivered.discard(-1)
@@ -256,31 +309,32 @@ class TcpConnections:
         unfinished bytes, until the sum is within its limit. If too many connections remain, cut the
         oldest of those that have never delivered a message.
         """
-        now, left = self._loop.time(), dict(self.open)
-        for descriptor, connection in self.open.items():
+        now = self._loop.time()
+        for descriptor in list(self._unfinished):
+            connection = self.open[descriptor]
             late = (
                 connection.unfinished_bytes > LATE_BYTES and now - connection.since_s > UNFINISHED_S
             )
             if late or connection.unfinished_bytes > UNFINISHED_BYTES:
-                self._cut(left, descriptor, "a message that does not end")
-        total = sum(connection.unfinished_bytes for connection in left.values())
+                self._cut(descriptor, "a message that does not end")
+        left = {each: self.open[each].unfinished_bytes for each in self._unfinished}
+        total = sum(left.values())
         if total > ALL_UNFINISHED_BYTES:
             why = f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all"
             # Sort once: searching for the largest at each cut would stall the event loop.
-            for largest in sorted(left, key=lambda d: left[d].unfinished_bytes, reverse=True):
+            for largest in sorted(left, key=left.__getitem__, reverse=True):
                 if total <= ALL_UNFINISHED_BYTES:
                     break
-                total -= left[largest].unfinished_bytes
-                self._cut(left, largest, why)
-        silent = [
-            descriptor for descriptor, connection in left.items() if not connection.has_delivered
-        ]
-        for descriptor in silent[: max(0, len(left) - (most := descriptors_for(MAX_CONNECTIONS)))]:
-            self._cut(left, descriptor, f"more than {most} connections")
-        self.open = left
+                total -= left[largest]
+                self._cut(largest, why)
+        most = descriptors_for(max(MAX_CONNECTIONS, self.expected))
+        if (beyond := len(self.open) - most) > 0:
+            for descriptor in list(itertools.islice(self._silent, beyond)):
+                self._cut(descriptor, f"more than {most} connections")
 
-    def _cut(self, left: dict[int, TcpConnection], descriptor: int, why: str) -> None:
-        connection = left.pop(descriptor)
+    def _cut(self, descriptor: int, why: str) -> None:
+        connection = self.open[descriptor]
+        self._drop(descriptor)
         try:
             with _spare().borrow(descriptor) as tcp:
                 peer, port = tcp.getpeername()[:2]

@@ -17,6 +17,7 @@ turn share a message, and the next message is there already when one was handled
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 
 import zmq
 
@@ -28,11 +29,14 @@ from kvflow.transports.control.packing import Incoming, Outgoing
 from kvflow.transports.control.tcp_connections import TcpConnections
 from kvflow.transports.host.address import bracketed
 
-BURST_FRAMES = 16  # about a millisecond of work for the handlers
+# Frames, and seconds, after which other tasks get a turn. Most frames take 60 us to handle, but the
+# first one of a new decode takes six times as long.
+BURST_FRAMES, BURST_S = 16, 0.001
 QUEUE_MESSAGES = 100_000
 # After a turn that sent several frames, the frames of at least so many turns wait for their ends.
 PACKED_TURNS = 16
 RECONNECT_MS = 100
+BACKLOG = 4_096  # connections that wait until ZMQ accepts them
 # After this many failed handshakes in a row, the peer is assumed to have another key, or not to be
 # kvflow. A handshake that fails with an authentication or protocol error counts as this many.
 FAILED_HANDSHAKES = 4
@@ -63,6 +67,7 @@ class ZmqSocket:
         self._loop = asyncio.get_running_loop()
         self._waiting: asyncio.Future[None] | None = None
         self._burst = 0  # frames that `receive` returned since other tasks last ran
+        self._burst_ends_s = 0.0
         self._turn_ends = False  # True while `_end_turn` is scheduled
         self._sent = 0  # frames sent in this turn
         self._packed_turns = 0  # turns left whose first frame waits, too
@@ -86,10 +91,11 @@ class ZmqSocket:
     async def receive(self) -> list[tuple[bytes, bytes]]:
         """Wait for a message, and return some or all of its frames.
 
-        Other tasks get a turn after every `BURST_FRAMES` frames, and before a look for a message
-        that is unlikely to be there.
+        Other tasks get a turn after every `BURST_FRAMES` frames, after `BURST_S`, and before a look
+        for a message that is unlikely to be there.
         """
-        if self._burst >= BURST_FRAMES:
+        # uvloop's own time stands still within a turn.
+        if self._burst and (self._burst >= BURST_FRAMES or monotonic() > self._burst_ends_s):
             self._burst = 0
             await asyncio.sleep(0)
         if self._burst and not self._more_likely and not self._incoming.has_rest:
@@ -101,6 +107,8 @@ class ZmqSocket:
                 continue
             self._more_likely = False
             await self._woken()
+        if not self._burst:
+            self._burst_ends_s = monotonic() + BURST_S
         self._burst += len(frames)
         return frames
 
@@ -180,19 +188,26 @@ class _Handshakes:
         )
 
 
-def bind_router(host: str, port: int, key: ControlKey | None = None) -> tuple[ZmqSocket, int]:
+def bind_router(
+    host: str, port: int, key: ControlKey | None = None, *, decodes: int = 0
+) -> tuple[ZmqSocket, int]:
     """Bind prefill's end to `port` (0: any free one), and return the socket and its port.
 
-    With a `key`, only decodes that have it can connect.
+    With a `key`, only decodes that have it can connect. `decodes` is the number of decodes that may
+    register, if it is above that of `Bounds`: twice as many connections may be open.
 
     Raises: MisuseError (port taken).
     """
     socket = _socket(zmq.ROUTER, zmq.Context() if key else zmq.Context.instance(), ipv6=":" in host)
     authentication = key.arm_server(socket) if key else None
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # With ZMQ's 100, the connections of a fleet that starts at once wait for a second or longer.
+    socket.setsockopt(zmq.BACKLOG, BACKLOG)
     # A decode that reconnects takes over the routing id of its old connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
     connections = TcpConnections(socket)
+    # All decodes may connect anew before the ends of their old connections are noticed.
+    connections.expected = 2 * decodes
     named = bracketed(host)
     try:
         socket.bind(f"tcp://{named}:{port or '*'}")
