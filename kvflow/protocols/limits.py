@@ -73,6 +73,9 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     # Decodes whose addresses name the same process. Prefill opens a descriptor for each of them.
     decodes_per_process: int = 64
     decodes_per_address: int = 256  # decodes at one network address
+    # Heartbeats that prefill takes from all its decodes without a room, per second. Above so many
+    # decodes, it asks them for fewer: see `Heartbeat.pace_ms`.
+    idle_heartbeats_per_s: int = 100
     rooms: int = 32_768  # open rooms at one prefill; as many more may be announced
     links: int = 512  # prefill ranks that one decode is connected to
     ranks_per_room: int = 64

@@ -87,6 +87,7 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "handoff": st.binary(max_size=64),
     "last": st.booleans(),
     "layout": layouts,
+    "pace_ms": st.integers(0, wire.MAX_PACE_MS),
     "page_sizes": st.just(()) | place_counts,
     "pages": st.binary(max_size=64),
     "prefix_tokens": counts,

@@ -60,7 +60,7 @@ class DecodeCore(Core):
     ) -> None:
         super().__init__(identity.layout, observer, timing, bounds)
         self.identity, self.verify, self.staged = identity, verify, staged
-        self.links = DecodeLinks(identity, timing, self.outbox)
+        self.links = DecodeLinks(identity, timing, self.outbox, self.ledger)
         self.rooms: dict[GrantId, DecodeRoomRecord] = {}
 
     def feed_room(self, record: DecodeRoomRecord, event: DecodeEvent, now: float) -> None:
@@ -131,7 +131,7 @@ class DecodeCore(Core):
         # Raising `fresh_from` prevents these Bootstraps from starting writes later.
         if kind is LinkKind.SILENCE_DUE:
             peer.asked_again, peer.fresh_from = False, self.next_grant
-        for command in self.links.feed(peer, kind, now, self.ledger, cause):
+        for command in self.links.feed(peer, kind, now, cause):
             if command is LinkCommand.START_ROOMS:
                 # Prefill dropped Aborts that it received before it knew this decode: repeat them.
                 self.repeat_from(peer, now)
@@ -282,7 +282,7 @@ class DecodeCore(Core):
         """Forget a link that is silent or gone and owes no loan. The next room dials again."""
         if peer.phase <= LinkPhase.PARTING or self.ledger.owes(peer):
             return
-        self.links.feed(peer, LinkKind.CLOSED, now, self.ledger)
+        self.links.feed(peer, LinkKind.CLOSED, now)
         self.links.drop(peer)
         self.ledger.forget_source(peer)
         self.deadlines.cancel(Timer("link", peer.key))

@@ -329,9 +329,8 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
     def unparted(self, now: float) -> list[PrefillPeer]:
         """Return the prefills that were alive recently but have not acknowledged the Goodbye."""
-        since_s = now - self.core.timing.lost_after_s
         parting = (peer for peer in self.peers if peer.phase is LinkPhase.PARTING)
-        return [peer for peer in parting if peer.received_at_s > since_s]
+        return [peer for peer in parting if self.core.links.is_recent(peer, now)]
 
     def close(self, now: float) -> None:
         """Close every link. Rooms that wait for proof end, and their loans stay in doubt."""
@@ -421,6 +420,9 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
         lease: Lease[PrefillPeer] = Lease(core.take_grant(), number)
         for peer in peers:
             peer.used_at_s = now
+            if peer.pace_s and peer.phase is LinkPhase.UP and not core.ledger.owes(peer):
+                core.links.wake(peer, now)
+                core.deadlines.set(Timer("link", peer.key), now)
             core.ledger.open(lease, peer)
         return lease
 
@@ -429,7 +431,7 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
 
 
 def _on_heartbeat(core: DecodeCore, peer: PrefillPeer, message: wire.Heartbeat, now: float) -> None:
-    peer.received_at_s = now
+    peer.received_at_s, peer.pace_s = now, message.pace_ms / 1000
     core.feed_link(peer, LinkKind.HEARD, now)
 
 

@@ -40,6 +40,7 @@ from kvflow.protocols.wire.messages import (
 )
 from kvflow.protocols.wire.ranks import RankInfo
 
+_NO_GRANT = GrantId(0)
 _USABLE = frozenset({LinkPhase.REGISTERING, LinkPhase.UP})
 
 
@@ -68,6 +69,9 @@ class PrefillPeer:
     used_at_s: float = field(init=False)  # when a room was last opened or refused on the link
     phase: LinkPhase = LinkPhase.REGISTERING
     cause: Cause | None = None  # why the link was last lost, refused or closed
+    # While no room is open on this link, prefill wants a heartbeat only so often.
+    pace_s: float = 0.0
+    told_below: GrantId = _NO_GRANT  # `settled_below` of the last heartbeat at that pace
     asked_again: bool = False  # True if loans in doubt were recalled again during this silence
     address: PlaneAddress | None = None  # the writer's address, known once prefill accepts
     unproven: frozenset[GrantId] = frozenset()  # grants that prefill's Goodbye names
@@ -94,9 +98,14 @@ class DecodeLinks:
     """The peers of one decode. Methods append commands to `outbox`."""
 
     def __init__(
-        self, identity: DecodeIdentity, timing: Timing, outbox: list[DecodeCommand]
+        self,
+        identity: DecodeIdentity,
+        timing: Timing,
+        outbox: list[DecodeCommand],
+        ledger: Ledger[PrefillPeer],
     ) -> None:
         self._identity, self._timing, self._outbox = identity, timing, outbox
+        self._ledger = ledger
         self.peers: dict[PeerKey, PrefillPeer] = {}
         self.declared_dead: set[Incarnation] = set()
         self.coverage: dict[tuple[PrefillPeer, ...], str] = {}  # results of `check_coverage`
@@ -145,7 +154,6 @@ class DecodeLinks:
         peer: PrefillPeer,
         kind: LinkKind,
         now: float,
-        ledger: Ledger[PrefillPeer],
         cause: Cause | None = None,
     ) -> list[LinkCommand]:
         """Feed one event to a link, run the link's own commands, and return those that concern its
@@ -163,7 +171,7 @@ class DecodeLinks:
                 self._register(peer, now)
             elif command is LinkCommand.SEND_HEARTBEAT:
                 peer.sent_at_s = now
-                self._send(peer, self._heartbeat(peer, ledger))
+                self._send(peer, self._heartbeat(peer))
             elif command is LinkCommand.REDIAL:
                 peer.tried_at_s = now
                 self._outbox += (HangUp(peer.key), Dial(peer.key))
@@ -181,18 +189,52 @@ class DecodeLinks:
                 # A last heartbeat lets prefill forget grants that are settled, since this decode
                 # will not ask about them again. A Goodbye has the same effect.
                 if left is LinkPhase.SILENT and kind not in (LinkKind.LEAVE, LinkKind.GOODBYE):
-                    self._send(peer, self._heartbeat(peer, ledger))
+                    self._send(peer, self._heartbeat(peer))
                 self._outbox.append(HangUp(peer.key))
             else:
                 theirs.append(command)
         return theirs
 
-    def _heartbeat(self, peer: PrefillPeer, ledger: Ledger[PrefillPeer]) -> Heartbeat:
+    def _heartbeat(self, peer: PrefillPeer) -> Heartbeat:
+        settled_below = self._ledger.settled_below(peer)
+        if peer.pace_s:
+            peer.told_below = settled_below
         return Heartbeat(
-            settled_below=ledger.settled_below(peer),
-            settled=ledger.settled_above(peer, MAX_SETTLED_RANGES),
+            settled_below=settled_below,
+            settled=self._ledger.settled_above(peer, MAX_SETTLED_RANGES),
             **peer.between,
         )
+
+    def _quiet_s(self, peer: PrefillPeer) -> float:
+        """Return how much longer than usual a link that is up may be silent. It is 0 while a room
+        is open on it.
+        """
+        if (
+            peer.pace_s <= self._timing.heartbeat_s
+            or self._ledger.owes(peer)
+            # Prefill keeps its last messages about a grant until it learns that it is settled.
+            or self._ledger.settled_below(peer) != peer.told_below
+        ):
+            return 0.0
+        return peer.pace_s - self._timing.heartbeat_s
+
+    def _beat_due_s(self, peer: PrefillPeer) -> float:
+        """Return when the next heartbeat on a link that is up is due."""
+        usual_s = peer.sent_at_s + self._timing.heartbeat_s
+        # One that is not answered may be lost, so it is repeated at the usual intervals.
+        return usual_s if peer.received_at_s < peer.sent_at_s else usual_s + self._quiet_s(peer)
+
+    def is_recent(self, peer: PrefillPeer, now: float) -> bool:
+        """Return True if prefill was heard lately, for a link without rooms."""
+        more_s = max(0.0, peer.pace_s - self._timing.heartbeat_s)
+        return peer.received_at_s > now - self._timing.lost_after_s - more_s
+
+    def wake(self, peer: PrefillPeer, now: float) -> None:
+        """Begin to send heartbeats at the usual intervals, because a room is opened on the link.
+        Silence counts from now on: prefill has kept quiet for as long as it had asked for.
+        """
+        if now - peer.received_at_s > self._timing.heartbeat_s:
+            peer.received_at_s = now - self._timing.heartbeat_s
 
     def drop(self, peer: PrefillPeer) -> None:
         del self.peers[peer.key]
@@ -238,9 +280,8 @@ class DecodeLinks:
                 peer.received_at_s + timing.register_s, peer.sent_at_s + timing.repeat_after_s
             )
         if peer.phase is LinkPhase.UP:
-            return min(
-                peer.received_at_s + timing.lost_after_s, peer.sent_at_s + timing.heartbeat_s
-            )
+            silent_s = timing.lost_after_s + self._quiet_s(peer)
+            return min(peer.received_at_s + silent_s, self._beat_due_s(peer))
         if peer.phase is LinkPhase.PARTING:
             return peer.sent_at_s + timing.repeat_after_s
         if peer.phase is LinkPhase.SILENT:
@@ -256,11 +297,12 @@ class DecodeLinks:
                 return LinkKind.REGISTER_DUE, Cause(Code.PEER_LOST, text)
             repeat_s = timing.repeat_after_s
         elif peer.phase is LinkPhase.UP:
-            if now >= peer.received_at_s + timing.lost_after_s:
+            silent_s = timing.lost_after_s + self._quiet_s(peer)
+            if now >= peer.received_at_s + silent_s:
                 peer.tried_at_s = now
-                text = f"{at} was silent for {timing.lost_after_s:g} s"
+                text = f"{at} was silent for {silent_s:g} s"
                 return LinkKind.SILENCE_DUE, Cause(Code.PEER_LOST, text)
-            repeat_s = timing.heartbeat_s
+            return (LinkKind.REPEAT_DUE, None) if now >= self._beat_due_s(peer) else None
         elif peer.phase is LinkPhase.PARTING:
             repeat_s = timing.repeat_after_s
         elif peer.phase is LinkPhase.SILENT:

@@ -270,6 +270,11 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             if peer.phase is PeerPhase.SILENT:
                 core.feed_peer(peer, PeerKind.HEARD, now)
             HANDLERS[type(message)](core, peer, message, now)
+            if peer.pace_s and not peer.grants.all_ended:
+                # The decode has a room now, so its silence is noticed as soon as that of any other.
+                core.deadlines.advance(
+                    Timer("silence", peer.incarnation), now + core.timing.lost_after_s
+                )
         if core.tasks:
             core.work(TICK_WORK, now)
 
@@ -350,9 +355,9 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
 
     def unparted(self, now: float) -> list[DecodePeer]:
         """Return the decodes that were alive recently but have not acknowledged the Goodbye."""
-        since_s = now - self.core.timing.lost_after_s
+        silent_s = self.core.silent_after_s
         parting = (peer for peer in self.peers if peer.phase is PeerPhase.PARTING)
-        return [peer for peer in parting if peer.received_at_s > since_s]
+        return [peer for peer in parting if peer.received_at_s > now - silent_s(peer)]
 
     def credit_stall(self, late_s: float, now: float) -> None:
         """Extend the peers' silence limits and the rooms' waits by the `late_s` seconds for which
@@ -408,12 +413,11 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
             if peer.phase is not PeerPhase.UP:
                 # The decode is gone and its last writes are awaited, or it is parting.
                 return
-            if (due_at_s := peer.received_at_s + core.timing.lost_after_s) > now:
+            silent_s = core.silent_after_s(peer)
+            if (due_at_s := peer.received_at_s + silent_s) > now:
                 core.deadlines.set(timer, due_at_s)
             else:
-                text = (
-                    f"decode {peer.incarnation:016x} was silent for {core.timing.lost_after_s:g} s"
-                )
+                text = f"decode {peer.incarnation:016x} was silent for {silent_s:g} s"
                 core.feed_peer(peer, PeerKind.SILENCE_DUE, now, Cause(Code.PEER_LOST, text))
         else:
             record = core.rooms[RoomId(timer.key)]
@@ -488,7 +492,7 @@ def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, 
     # Without an answer, decode considers this prefill silent and ends its rooms. That is intended
     # while the data plane is stalled.
     if not core.unavailable_reason:
-        core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
+        core.beat(peer)
 
 
 def _on_goodbye_ack(

@@ -31,6 +31,7 @@ from kvflow.protocols.ports import Observer, PlaneAddress
 from kvflow.protocols.wire import messages as wire
 from kvflow.protocols.wire.codec import encode, routing_id
 from kvflow.protocols.wire.messages import (
+    MAX_PACE_MS,
     MAX_TEXT,
     MAX_UNPROVEN,
     WIRE_VERSION,
@@ -68,6 +69,7 @@ class DecodePeer:
             "grants",
             "incarnation",
             "layout",
+            "pace_s",
             "page_sizes",
             "phase",
             "received_at_s",
@@ -99,6 +101,7 @@ class DecodePeer:
         self.sender_address = sender_address
         self.phase = PeerPhase.OPENING
         self.received_at_s = now
+        self.pace_s = 0.0  # `Heartbeat.pace_ms`, in seconds, of the last heartbeat to this decode
         self.fresh_from = message.fresh_from  # the highest that its Registers stated
         self.grants: GrantTable[Any] = GrantTable(closed_grants, message.fresh_from, kept)
         if seen_below is not None:
@@ -336,6 +339,23 @@ class PrefillPeers(Core):
     def lives(self, target: Incarnation) -> dict[str, Any]:
         return {"source": self.identity.incarnation, "target": target}
 
+    def beat(self, peer: DecodePeer) -> None:
+        """Send a heartbeat. A crowd of decodes is asked to send its own less often, because to
+        answer thousands each second would take half of a core.
+        """
+        pace_ms = 1000 * len(self.peers) // max(1, self.bounds.idle_heartbeats_per_s)
+        if pace_ms <= 1000 * self.timing.heartbeat_s:
+            pace_ms = 0
+        pace_ms = min(pace_ms, MAX_PACE_MS)
+        peer.pace_s = pace_ms / 1000
+        self.send(peer, wire.Heartbeat(pace_ms=pace_ms, **self.lives(peer.incarnation)))
+
+    def silent_after_s(self, peer: DecodePeer) -> float:
+        """Return how long a decode may be silent. Without rooms it may keep to the pace that it was
+        asked for.
+        """
+        return self.timing.lost_after_s + (peer.pace_s if peer.grants.all_ended else 0.0)
+
     # --- what a decode sends
 
     def register(
@@ -497,7 +517,7 @@ def _refuse(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> N
 
 
 def _beat(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.send(peer, wire.Heartbeat(**core.lives(peer.incarnation)))
+    core.beat(peer)
 
 
 def _watch(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:

@@ -42,6 +42,7 @@ MAX_RANKS = 1024
 MAX_UNPROVEN = 1 << 17
 MAX_SETTLED_RANGES = 1024
 MAX_TEXT = 4096
+MAX_PACE_MS = 60_000
 
 RoomId = NewType("RoomId", int)
 """The number of a room, an unsigned 64-bit integer. The router, or another party that pairs the two
@@ -231,6 +232,9 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     need not repeat any message about it. The same holds for the grants in `settled`, half-open
     ranges above the first grant that has not ended. If there are too many ranges, the next
     heartbeats carry the others.
+
+    From prefill: while decode has no room on this link, a heartbeat every `pace_ms` milliseconds
+    is enough, and prefill's own come no sooner. 0 means that prefill asks for nothing.
     """
 
     source: Life
@@ -239,6 +243,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, gc=False, kw_only=
     settled: Annotated[
         tuple[tuple[GrantBound, GrantBound], ...], Meta(max_length=MAX_SETTLED_RANGES)
     ] = ()
+    pace_ms: Annotated[int, Meta(ge=0, le=MAX_PACE_MS)] = 0
 
 
 class Goodbye(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag=11):
