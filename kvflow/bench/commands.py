@@ -395,6 +395,23 @@ def stalls(
 
 
 @app.command()
+def peers(
+    peers: Annotated[int, typer.Option(help="Emulated decodes.", min=10, max=9_000)] = 1_000,
+    rooms: Annotated[int, typer.Option(help="Rooms of one page.", min=1)] = 5_000,
+    rest_s: Annotated[
+        float, typer.Option("--rest", help="Seconds they are watched at rest.", min=0.5)
+    ] = 10.0,
+    as_json: AsJson = False,
+) -> None:
+    """Stalls, CPU, memory and tables of one prefill node beside a crowd of decodes, which register,
+    rest, move rooms, vanish, come back and say goodbye.
+    """
+    from kvflow.bench.peers import bench_peers
+
+    _report(bench_peers(peers, rooms, rest_s, _say), as_json)
+
+
+@app.command()
 def offload(
     pages: Annotated[int, typer.Option(help="Scattered pages of 2 MiB.", min=1)] = 512,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=1)] = 10,

@@ -1,0 +1,127 @@
+"""`kvflow bench peers`: one real prefill node and thousands of emulated decodes.
+
+The decodes share one process. They register, send heartbeats, lend pages for rooms, vanish, come
+back as new incarnations and say goodbye. The bench reports the node's stalls and CPU in each stage,
+its memory per decode, and the size of each of its tables.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from kvflow.bench.figures import Say
+from kvflow.bench.pair import Process
+
+NODE, PEERS = "kvflow.bench.crowd_node", "kvflow.bench.crowd_peers"
+MUST_STALL_MS, MUST_CPU_SHARE, MUST_REGISTER_S = 5.0, 0.02, 10.0
+ROOMS_AT_ONCE = 500
+RACK = 10  # a rack is one of so many
+SETTLE_S = 3.0
+PATIENCE_S = 90.0
+
+Figures = dict[str, Any]
+
+
+class _Stages:
+    """The two processes, and the figures of the stages so far."""
+
+    def __init__(self, node: Process, crowd: Process, say: Say) -> None:
+        self.node, self.crowd, self._say = node, crowd, say
+        self.figures: Figures = {}
+
+    async def stage(self, name: str, work: Any) -> Figures:
+        """Run `work` while the node is watched. Its reply stands beside the node's figures."""
+        before = (await self.crowd.ask("figures"))["cpu_s"]
+        await self.node.ask("watch")
+        found = await work or {}
+        seen = await self.node.ask("watched")
+        tables = await self.node.ask("tables")
+        spent = (await self.crowd.ask("figures"))["cpu_s"] - before
+        figures = {**found, **seen, **tables, "crowd_cpu_s": round(spent, 2)}
+        self.figures[name] = figures
+        self._say(
+            f"{name}: stall p99 {seen['stall_p99_ms']} ms, max {seen['stall_max_ms']} ms, "
+            f"{100 * seen['cpu_share']:.1f} % of a core"
+        )
+        return figures
+
+    async def lose(self, count: int, silent: int = 0) -> Figures:
+        """Let decodes vanish. Wait for `SETTLE_S`, or until the node counts `silent` decodes as
+        silent.
+        """
+        begun = time.monotonic()
+        await self.crowd.ask("vanish", count=count)
+        if not silent:
+            return await asyncio.sleep(SETTLE_S, {})
+        await self.node.ask("silent", count=silent, within_s=PATIENCE_S)
+        return {"noticed_s": round(time.monotonic() - begun, 1)}
+
+    async def rooms(self, count: int) -> Figures:
+        """Move `count` rooms, `ROOMS_AT_ONCE` of them at a time."""
+        seconds = 0.0
+        for first in range(0, count, ROOMS_AT_ONCE):
+            batch = {"first": first + 1, "count": min(ROOMS_AT_ONCE, count - first)}
+            moved: Figures
+            moved, _ = await asyncio.gather(
+                self.crowd.ask("rooms", **batch), self.node.ask("rooms", **batch)
+            )
+            seconds += moved["seconds"]
+        return {"rooms_per_s": round(count / seconds, 1)}
+
+
+async def bench_peers(peers: int, rooms: int, rest_s: float, say: Say) -> Figures:
+    """Return {"peers", "stages": {stage: figures}, "memory_kib_per_decode", "must": [...]}."""
+    async with (
+        await Process.run_module(NODE, name="node") as node,
+        await Process.run_module(PEERS, name="decodes") as crowd,
+    ):
+        ready = await node.ask("setup", peers=peers)
+        await crowd.ask("setup", **ready)
+        stages = _Stages(node, crowd, say)
+        alone = await stages.stage("alone", asyncio.sleep(min(rest_s, 3.0)))
+        await crowd.ask("beat", on=True)
+        joined = await stages.stage("registering", crowd.ask("register", count=peers))
+        # Each decode learns the pace of its heartbeats from the answer to one of them.
+        await asyncio.sleep(SETTLE_S)
+        await stages.stage("at rest", asyncio.sleep(rest_s))
+        await stages.stage("rooms", stages.rooms(rooms))
+        await stages.stage("after rooms", asyncio.sleep(2.0))
+        await stages.stage("loss of a rack", stages.lose(peers // RACK))
+        await stages.stage("loss of all", stages.lose(peers, silent=peers))
+        again = await stages.stage("registering again", crowd.ask("register", count=peers))
+        await stages.stage("goodbyes of decodes", crowd.ask("part"))
+        await stages.stage("and again", crowd.ask("register", count=peers))
+        await node.ask("watch")
+        parted = await node.ask("part")
+        stages.figures["goodbye of the node"] = {**parted, **await node.ask("watched")}
+    per_decode = (joined["rss_kib"] - alone["rss_kib"]) / peers
+    report = {
+        "peers": peers,
+        "stages": stages.figures,
+        "memory_kib_per_decode": round(per_decode, 2),
+        "must": _judged(stages.figures, peers, max(joined["seconds"], again["seconds"])),
+    }
+    for line in report["must"]:
+        say(
+            f"{'ok  ' if line['ok'] else 'MISS'} {line['what']}: {line['is']}, "
+            f"at most {line['most']}"
+        )
+    return report
+
+
+def _judged(stages: Figures, peers: int, register_s: float) -> list[Figures]:
+    found = [
+        (f"p99 of stalls, {name}, ms", seen["stall_p99_ms"], MUST_STALL_MS)
+        for name, seen in stages.items()
+    ]
+    beats = round(stages["at rest"]["cpu_share"] - stages["alone"]["cpu_share"], 4)
+    found += [
+        (f"heartbeats of {peers} decodes, share of a core", beats, MUST_CPU_SHARE),
+        (f"registration of {peers} decodes, s", register_s, MUST_REGISTER_S),
+    ]
+    return [
+        {"what": what, "is": value, "most": most, "ok": value <= most}
+        for what, value, most in found
+    ]
