@@ -65,6 +65,7 @@ LESS = {
     "kvflow sim --seeds": "--seeds 0:4",
     "kvflow sim --bare": "--seeds 0:20",
     "kvflow sim --cache": "--seeds 0:2",
+    "kvflow sim --fleet": "--fleet 20 --rooms 500",
     "kvflow sim --group": "--seeds 0:4",
     "kvflow sim --exhaust": "--bounds small-own-pages",
     "kvflow bench transfer": "--transfer-backend local --pairs 2",

@@ -80,6 +80,9 @@ def test_a_range_that_is_none_is_refused(seeds: str) -> None:
         (["--bounds", "cache"], "--bounds cache is of --exhaust"),
         (["--exhaust", "--cache"], "--cache is of seeds, and --exhaust plays none"),
         (["--cache", "--bare", "--seeds", "0:1"], "choose one"),
+        (["--fleet", "3", "--bare"], "2 of --bare, --group, --cache, --fleet are given: choose"),
+        (["--fleet", "3", "--seeds", "0:1"], "--fleet plays one run, of --seed: leave --seeds out"),
+        (["--rooms", "3"], "--rooms is of --fleet, which is not given"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(options: list[str], text: str) -> None:

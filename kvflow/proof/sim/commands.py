@@ -27,6 +27,31 @@ app = App(
 )
 
 
+GroupRanks = Annotated[
+    int,
+    typer.Option(
+        help="One group of so many prefill ranks, endpoints alone.",
+        min=0,
+        max=Bounds().ranks_per_room,
+        metavar="RANKS",
+    ),
+]
+FleetNodes = Annotated[
+    int,
+    typer.Option(
+        help=(
+            "An hour of so many prefills and as many decodes, endpoints alone: a rack is lost, all "
+            "restart, the network parts."
+        ),
+        min=0,
+        metavar="NODES",
+    ),
+]
+FleetRooms = Annotated[
+    int, typer.Option(help="With --fleet: rooms in that hour; 0: 200 per decode.", min=0)
+]
+
+
 @app.callback(invoke_without_command=True)
 def sim(
     seeds: Annotated[str, typer.Option(help="Play these seeds.", metavar="FIRST:END")] = "",
@@ -56,24 +81,23 @@ def sim(
     bare: Annotated[
         bool, typer.Option("--bare", help="Endpoints alone: no event loop, more seeds a second.")
     ] = False,
-    group: Annotated[
-        int,
-        typer.Option(
-            help="One group of so many prefill ranks, endpoints alone.",
-            min=0,
-            max=Bounds().ranks_per_room,
-            metavar="RANKS",
-        ),
-    ] = 0,
+    group: GroupRanks = 0,
     cache: Annotated[
         bool, typer.Option("--cache", help="Whole nodes with prefix caches, whose tiers fail.")
     ] = False,
+    fleet: FleetNodes = 0,
+    rooms: FleetRooms = 0,
     jobs: Annotated[int, typer.Option(help="Processes that share the seeds.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Exit status 1 when an invariant broke, or a plant was not found."""
-    kinds = {"--bare": bare, "--group": bool(group), "--cache": cache}
+    kinds = {"--bare": bare, "--group": bool(group), "--cache": cache, "--fleet": bool(fleet)}
     _check_choices(kinds, {"--seeds": bool(seeds), "--seed": seed is not None}, exhaust, bounds)
+    if fleet:
+        _check_fleet({"--seeds": seeds, "--trace": trace, "--plant": plant, "--plants": plants})
+        return _fleet(fleet, rooms, seed or 0, as_json)
+    if rooms:
+        raise MisuseError("--rooms is of --fleet, which is not given")
     if exhaust and not plants:
         return _exhaust(bounds, plant, as_json)
     choice = Choice(bare, group, cache)
@@ -91,11 +115,24 @@ def _check_choices(
 ) -> None:
     """Refuse options that exclude each other. Raises: MisuseError."""
     if (chosen := sum(kinds.values())) > 1:
-        raise MisuseError(f"{chosen} of --bare, --group and --cache are given: choose one")
+        raise MisuseError(f"{chosen} of {', '.join(kinds)} are given: choose one")
     if bounds and not exhaust:
         raise MisuseError(f"--bounds {bounds} is of --exhaust, which is not given")
     if exhaust and (given := [name for name, value in (kinds | seeds).items() if value]):
         raise MisuseError(f"{given[0]} is of seeds, and --exhaust plays none: leave one out")
+
+
+def _check_fleet(others: dict[str, object]) -> None:
+    """Refuse options that have no meaning for one run of a fleet. Raises: MisuseError."""
+    if given := [name for name, value in others.items() if value]:
+        raise MisuseError(f"--fleet plays one run, of --seed: leave {given[0]} out")
+
+
+def _fleet(nodes: int, rooms: int, seed: int, as_json: bool) -> None:
+    from kvflow.proof.fleet.plan import plan_of
+    from kvflow.proof.fleet.run import simulate_fleet
+
+    _report(simulate_fleet(plan_of(nodes, rooms or 200 * nodes), seed, _say), as_json)
 
 
 def _exhaust(bounds: str, plant: str, as_json: bool) -> None:
