@@ -164,7 +164,8 @@ def test_the_pages_install_a_command(installed: subprocess.CompletedProcess[str]
 def test_servers_answer_the_printed_request(step: Step, checkout: Checkout) -> None:
     out = succeeded(step, checkout)
     if "curl" in step.commands[0]:
-        assert json.loads(out)["choices"][0]["text"]
+        # An answer that is drawn may end at once, without text.
+        assert json.loads(out)["usage"]["completion_tokens"] > 0
 
 
 @pytest.mark.slow
