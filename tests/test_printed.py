@@ -183,7 +183,7 @@ def test_two_machines(checkout: Checkout, installed: subprocess.CompletedProcess
     ]
     workers, completion, to_decode, to_prefill = answers
     assert workers["stats"] == {"prefill_count": 1, "decode_count": 1, "regular_count": 0}
-    assert completion["choices"][0]["text"]
+    assert completion["usage"]["completion_tokens"] > 0
     assert [(one["role"], one["switched"]) for one in (to_decode, to_prefill)] == [
         ("decode", True),
         ("prefill", True),
