@@ -19,6 +19,7 @@ from tests.protocols.alone import (
     LoneDecode,
     LonePrefill,
     beat,
+    between,
     bootstrap,
     phase_of,
 )
@@ -63,6 +64,22 @@ class TestAtPrefill:
         prefill.tick(4.9)
         assert phase_of(first) is PeerPhase.UP
         prefill.tick(0.2)
+        assert phase_of(first) is PeerPhase.SILENT
+
+    def test_a_room_after_the_crowd_has_left_is_lost_as_soon(self) -> None:
+        others = [wire.Incarnation(1000 + number) for number in range(10)]
+        prefill = LonePrefill(bounds=PACED).up(DECODE, *others)
+        prefill.hear(beat())
+        (first, *_) = prefill.endpoint.peers
+        # The timer is set anew while this decode may be silent for 16 s.
+        prefill.tick(5.1)
+        for other in others:
+            prefill.hear(wire.Goodbye(**between(other)))
+        assert list(prefill.endpoint.peers) == [first]
+        assert paces(prefill.hear(beat())) == [0]
+        prefill.open(7)
+        prefill.hear(bootstrap())
+        prefill.tick(5.1)
         assert phase_of(first) is PeerPhase.SILENT
 
     def test_who_keeps_to_its_pace_is_awaited_at_the_end(self) -> None:

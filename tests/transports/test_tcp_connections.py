@@ -409,6 +409,36 @@ async def test_many_connections_are_looked_at_some_at_a_time(
         raw.close()
 
 
+async def test_in_a_crowd_only_what_was_just_inspected_is_cut(
+    router: ZmqSocket, port: int, dealer: ZmqSocket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a connection that delivered since its last inspection, nor for bytes of then."""
+    await echo(router, dealer)
+    connections = router.connections
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
+        await until(lambda: len(connections.open) == 5 and len(connections._silent) == 4)
+        cut: list[int] = []
+        monkeypatch.setattr(connections, "_cut", lambda descriptor, why: cut.append(descriptor))
+        first, second, *_ = connections._silent
+        router._incoming.delivered.add(first)
+        monkeypatch.setattr(tcp_connections, "descriptors_for", lambda most: 4)
+        connections._enforce()
+        assert cut == [second]
+        cut.clear()
+        monkeypatch.setattr(tcp_connections, "descriptors_for", lambda most: 10)
+        monkeypatch.setattr(tcp_connections, "ALL_UNFINISHED_BYTES", 10)
+        connections.open[second].unfinished_bytes = 11
+        connections._unfinished.add(second)
+        connections._looks_at_all = False
+        connections._enforce()
+        assert not cut and connections._must_look_at_all
+        connections._looks_at_all = True
+        connections._enforce()
+        assert cut == [second]
+
+
 async def test_of_a_crowd_a_round_looks_at_some_and_at_all_when_memory_grows(
     router: ZmqSocket, port: int, dealer: ZmqSocket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

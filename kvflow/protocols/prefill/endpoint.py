@@ -492,7 +492,7 @@ def _on_heartbeat(core: PrefillCore, peer: DecodePeer, message: wire.Heartbeat, 
     # Without an answer, decode considers this prefill silent and ends its rooms. That is intended
     # while the data plane is stalled.
     if not core.unavailable_reason:
-        core.beat(peer)
+        core.beat(peer, now)
 
 
 def _on_goodbye_ack(

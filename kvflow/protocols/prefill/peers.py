@@ -339,7 +339,7 @@ class PrefillPeers(Core):
     def lives(self, target: Incarnation) -> dict[str, Any]:
         return {"source": self.identity.incarnation, "target": target}
 
-    def beat(self, peer: DecodePeer) -> None:
+    def beat(self, peer: DecodePeer, now: float) -> None:
         """Send a heartbeat. A crowd of decodes is asked to send its own less often, because to
         answer thousands each second would take half of a core.
         """
@@ -347,7 +347,10 @@ class PrefillPeers(Core):
         if pace_ms <= 1000 * self.timing.heartbeat_s:
             pace_ms = 0
         pace_ms = min(pace_ms, MAX_PACE_MS)
-        peer.pace_s = pace_ms / 1000
+        before_s, peer.pace_s = peer.pace_s, pace_ms / 1000
+        if peer.pace_s < before_s:
+            silent_s = self.timing.lost_after_s + peer.pace_s
+            self.deadlines.advance(Timer("silence", peer.incarnation), now + silent_s)
         self.send(peer, wire.Heartbeat(pace_ms=pace_ms, **self.lives(peer.incarnation)))
 
     def silent_after_s(self, peer: DecodePeer) -> float:
@@ -517,7 +520,7 @@ def _refuse(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> N
 
 
 def _beat(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:
-    core.beat(peer)
+    core.beat(peer, now)
 
 
 def _watch(core: PrefillPeers, peer: DecodePeer, cause: Cause, now: float) -> None:

@@ -156,6 +156,8 @@ class TcpConnections:
         # The connections of a crowd that wait for their turn to be inspected.
         self._waiting: deque[int] = deque()
         self._grown_from_bytes = 0  # resident memory when all connections were last inspected
+        self._looks_at_all = True  # whether the last round inspected all
+        self._must_look_at_all = False  # whether the next one does
         self.expected = 0  # above MAX_CONNECTIONS, the number of connections that may be open
         self.cut = 0  # number of connections that were cut
         address = f"inproc://kvflow-monitor-{next(_names)}"
@@ -248,11 +250,14 @@ class TcpConnections:
         incoming = self._incoming
         all_had_a_turn = incoming.messages - self._messages >= len(self.open)
         self._messages = incoming.messages
-        return _Round(self._chosen(), all_had_a_turn=all_had_a_turn)
+        chosen = self._chosen()
+        self._looks_at_all = chosen is self.open
+        return _Round(chosen, all_had_a_turn=all_had_a_turn)
 
     def _chosen(self) -> Iterable[int]:
         """Return the connections that the next round inspects."""
-        if len(self.open) <= LOOK_AT_ALL:
+        if len(self.open) <= LOOK_AT_ALL or self._must_look_at_all:
+            self._must_look_at_all = False
             return self.open
         resident_bytes = _resident_bytes()
         if resident_bytes > self._grown_from_bytes + GROWN_BYTES:
@@ -319,7 +324,10 @@ class TcpConnections:
                 self._cut(descriptor, "a message that does not end")
         left = {each: self.open[each].unfinished_bytes for each in self._unfinished}
         total = sum(left.values())
-        if total > ALL_UNFINISHED_BYTES:
+        if total > ALL_UNFINISHED_BYTES and not self._looks_at_all:
+            # Some of these connections were inspected seconds ago, and may owe nothing by now.
+            self._must_look_at_all = True
+        elif total > ALL_UNFINISHED_BYTES:
             why = f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all"
             # Sort once: searching for the largest at each cut would stall the event loop.
             for largest in sorted(left, key=left.__getitem__, reverse=True):
@@ -329,7 +337,9 @@ class TcpConnections:
                 self._cut(largest, why)
         most = descriptors_for(max(MAX_CONNECTIONS, self.expected))
         if (beyond := len(self.open) - most) > 0:
-            for descriptor in list(itertools.islice(self._silent, beyond)):
+            # One that has delivered since its last inspection is not silent.
+            silent = (d for d in self._silent if d not in self._incoming.delivered)
+            for descriptor in list(itertools.islice(silent, beyond)):
                 self._cut(descriptor, f"more than {most} connections")
 
     def _cut(self, descriptor: int, why: str) -> None:
