@@ -77,7 +77,7 @@ def transfer(
     copy_threads: Annotated[
         int,
         typer.Option(
-            "--copy-threads", help="Threads that copy over local; 0: half of the cores.", min=0
+            "--copy-threads", help="Threads that copy over local; 0: the default, one.", min=0
         ),
     ] = 0,
     peer: Peer = "",

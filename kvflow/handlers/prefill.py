@@ -42,8 +42,9 @@ from kvflow.telemetry.counters import Counts
 log = logging.getLogger(__name__)
 # Verified chunks are divided into pieces of this size, and a room writes so many of them at a time:
 # decode sums one piece while the next one travels. Smaller pieces cost the event loops more than
-# they save.
-_PIECE_BYTES, _WRITES_AT_ONCE = 64 << 20, 4
+# they save. An abort ends all pieces of a chunk in one turn of the loop, 40 us each, so there are
+# not too many.
+_PIECE_BYTES, _WRITES_AT_ONCE, _MOST_PIECES = 64 << 20, 4, 48
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -289,7 +290,7 @@ class PrefillShell(Shell):
         A verified chunk is divided, so that decode sums a piece while the next one travels. Only
         pages of the first space leave before the last piece, which has all else.
         """
-        each = self._piece_pages
+        each = max(self._piece_pages, -(-int(counts[0]) // _MOST_PIECES))
         if self.checksums is None or counts[0] <= each:
             return [pages]
         return np.split(pages, range(each, counts[0], each))

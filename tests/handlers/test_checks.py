@@ -179,6 +179,19 @@ async def test_a_verified_chunk_travels_in_pieces(p: Pair, each: int, counts: li
     await p.rest()
 
 
+async def test_a_chunk_has_no_more_pieces_than_an_abort_ends_at_once(
+    p: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvflow.handlers.prefill._MOST_PIECES", 2)
+    seen = in_pieces(p, 1)
+    source, target = await matched(p)
+    p.send_all(source, chunks=1)
+    assert await target.landed() == b"handoff"
+    target.close()
+    assert [message.pages for message in seen] == [(3,), (2,)]
+    await p.rest()
+
+
 async def test_a_changed_byte_of_one_piece_fails_the_room(p: Pair) -> None:
     in_pieces(p, 1)
     corrupt(p, seq=3, page=3)

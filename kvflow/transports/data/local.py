@@ -25,8 +25,9 @@ burst is so short that a waiting thread may still have to wait the full 5 ms.
 
 Several threads share the copies: each takes a part of the pages of a large write, and a smaller
 write goes to the thread with the least work. A core copies some 5 to 9 GB/s, and two copy twice as
-much. By default half of the cores copy, because decode steps and checksums need the others. After a
-cancel, each thread stops its part between two blocks, and the write ends when every part has ended.
+much. By default one thread copies, because decode steps and checksums need the other cores, and
+small blocks, which are copied while the GIL is held, gain nothing. After a cancel, each thread
+stops its part between two blocks, and the write ends when every part has ended.
 
 A write of at most 64 KiB, in few blocks, is copied on the event loop if no other write of the plane
 is under way. The copy takes some 10 us, and passing the write to the thread and back would cost
@@ -37,7 +38,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import os
 import re
 import time
 
@@ -65,7 +65,7 @@ _CROWDED_BURSTS = 64  # long bursts before short ones are tried again
 _LONG_S, _SLOWEST_BYTES_PER_S = 0.001, 1e9
 _MAX_BLOCK_BYTES = 4 << 20
 # Large writes are divided among threads into parts of at least this size.
-_MOST_THREADS, _PART_BYTES = 4, 8 << 20
+_PART_BYTES = 8 << 20
 _WORST_FIRST = (WriteOutcome.UNPROVEN, WriteOutcome.CANCELLED, WriteOutcome.LANDED)
 _ADDRESS = re.compile(r"fd:([0-9]{1,9})\Z", re.ASCII)
 
@@ -85,18 +85,15 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         self,
         segment: SharedSegment | None,
         rate_limit_bytes_per_s: float | None = None,
-        copy_threads: int | None = None,
+        copy_threads: int = 1,
     ) -> None:
         """`segment` holds our own pool; it is None for a pool that only sends.
 
-        `copy_threads` threads share the copies of large writes, by default as many as half of our
-        cores, and at most 4. With a rate limit there is one.
+        `copy_threads` threads share the copies of large writes. With a rate limit there is one.
 
         Raises: MisuseError for a rate that is not positive, and fewer threads than one.
         """
         super().__init__(rate_limit_bytes_per_s)
-        if copy_threads is None:
-            copy_threads = max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
         if copy_threads < 1:
             raise MisuseError(f"{copy_threads} copy threads are fewer than 1")
         if rate_limit_bytes_per_s is None:

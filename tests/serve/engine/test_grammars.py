@@ -336,6 +336,25 @@ def test_a_batch_with_and_without_grammars(
     assert allowed_ahead(draws[:1]) is None and allowed_ahead(draws[:4]) is None
 
 
+def test_a_row_of_few_tokens_is_drawn_as_without_the_other_rows(
+    demo: LoadedModel, grammars: Grammars
+) -> None:
+    """Also where many logits are equal, as they are in bfloat16."""
+    logits = torch.randn(301, demo.vocab_size, generator=torch.Generator().manual_seed(5)) * 2
+    params = SamplingParams(grammar=Grammar("regex", "[a-zA-Z0-9]"), temperature=2.0, top_p=0.95)
+    more = SamplingParams(grammar=Grammar("regex", "."), temperature=1.0, top_p=0.5)
+
+    def drawn(rows: list[int], *others: SamplingParams) -> list[int]:
+        draws = [first_draw(grammars, params, seed=i) for i in rows]
+        draws += [first_draw(grammars, each) for each in others]
+        given = logits[[*rows, *([300] * len(others))]].bfloat16()
+        return [each.token_id for each in choose(given, draws)[: len(rows)]]
+
+    alone = [drawn([i])[0] for i in range(300)]
+    assert drawn(list(range(300)), more) == alone
+    assert len(set(alone)) > 10
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_few_allowed_tokens_are_drawn_as_from_a_mask_of_all(
     demo: LoadedModel, grammars: Grammars, monkeypatch: pytest.MonkeyPatch, seed: int

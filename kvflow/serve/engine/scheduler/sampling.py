@@ -268,8 +268,13 @@ def _draw(logits: torch.Tensor, draws: list[Draw], vocabulary: int) -> list[int]
         _pick(tokens, free, torch.softmax(kept, dim=-1).cumsum(dim=-1), points[free], None)
     cut = sorted(set(range(len(draws))) - set(free))
     if cut:
-        few = min(CANDIDATES, logits.shape[-1])
-        rest = _draw_cut(tokens, cut, *scaled[cut].topk(few, dim=-1), scaled[cut], points, draws)
+        if (width := logits.shape[-1]) < vocabulary:
+            # The order in which `topk` returns equal values depends on the width, which depends on
+            # the other rows here.
+            values, ids = scaled[cut].sort(dim=-1, descending=True, stable=True)
+        else:
+            values, ids = scaled[cut].topk(min(CANDIDATES, width), dim=-1)
+        rest = _draw_cut(tokens, cut, values, ids, scaled[cut], points, draws)
         if rest:
             everything = scaled[rest].sort(dim=-1, descending=True, stable=True)
             _draw_cut(tokens, rest, *everything, scaled[rest], points, draws)
