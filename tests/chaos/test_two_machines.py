@@ -34,7 +34,8 @@ pytestmark = [
 # after 2 s more.
 MEETING = {"rendezvous_s": 10.0, "register_s": 20.0}
 PATIENT = {**MEETING, "lost_after_s": 10.0}
-IMPATIENT = {**MEETING, "lost_after_s": 2.0}
+# A packet that is lost three times in a row makes TCP wait for 2 s.
+IMPATIENT = {**MEETING, "lost_after_s": 4.0}
 ROOMS, LANES, PAGES = sized(40, 120), 8, 8
 
 
