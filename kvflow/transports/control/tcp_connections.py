@@ -326,8 +326,8 @@ class TcpConnections:
         total = sum(left.values())
         if total > ALL_UNFINISHED_BYTES and not self._looks_at_all:
             # Some of these connections were inspected seconds ago, and may owe nothing by now.
-            self._must_look_at_all = True
-        elif total > ALL_UNFINISHED_BYTES:
+            self._must_look_at_all, total = True, 0
+        if total > ALL_UNFINISHED_BYTES:
             why = f"more than {ALL_UNFINISHED_BYTES} bytes of unfinished messages in all"
             # Sort once: searching for the largest at each cut would stall the event loop.
             for largest in sorted(left, key=left.__getitem__, reverse=True):
