@@ -14,6 +14,12 @@ import numpy as np
 TICK_S = 0.001
 
 
+def rss_kib() -> float:
+    """Return the resident memory of this process, in KiB."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 1024
+
+
 def cpu_s() -> float:
     """Return the CPU seconds used by all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -9,22 +9,20 @@ those of the library.
 from __future__ import annotations
 
 import asyncio
-import gc
-import resource
 import sys
 import time
 from typing import Any
 
 import uvloop
 
-from kvflow.bench.child import StallTicker, cpu_s, serve
+from kvflow.bench.child import StallTicker, cpu_s, rss_kib, serve
 from kvflow.bench.crowd_peers import PROMPT, small_layout
 from kvflow.bench.crowds import allow_many_connections
 from kvflow.memory.pool import PagedPool
 from kvflow.node import PrefillNode
 from kvflow.protocols.limits import Bounds
 from kvflow.protocols.machines.peer import PeerPhase
-from kvflow.serve.launch.process import FULL_COLLECTION_THRESHOLD, SWITCH_INTERVAL_S
+from kvflow.serve.launch.process import settle
 from kvflow.transports.control.zmq import ZmqSocket, bind_router
 from kvflow.transports.data.local import LocalPlane
 
@@ -35,11 +33,7 @@ LOOK_S = 1.0
 class CrowdNode:
     async def setup(self, *, peers: int) -> dict[str, Any]:
         allow_many_connections()
-        # As in a role: collections skip what exists at the start, and threads give way soon.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(*gc.get_threshold()[:2], FULL_COLLECTION_THRESHOLD)
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        settle()
         self._peers = peers
         self._pool = PagedPool.allocate(small_layout(POOL_PAGES))
         bounds = Bounds(targets=peers, decodes_per_address=peers, decodes_per_process=peers)
@@ -117,7 +111,7 @@ class CrowdNode:
             "decodes in doubt": len(former.in_doubt),
             "tasks queued": len(core.tasks),
         }
-        return {"sizes": sizes, "rss_kib": _rss_kib()}
+        return {"sizes": sizes, "rss_kib": rss_kib()}
 
     async def part(self) -> dict[str, Any]:
         begun = time.perf_counter()
@@ -127,11 +121,6 @@ class CrowdNode:
     async def close(self) -> None:
         await self._node.close()
         self._pool.close()
-
-
-def _rss_kib() -> float:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize() / 1024
 
 
 if __name__ == "__main__":

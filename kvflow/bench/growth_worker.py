@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import resource
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 import uvloop
 
-from kvflow.bench.child import StallTicker, cpu_s, serve
+from kvflow.bench.child import StallTicker, cpu_s, rss_kib, serve
 from kvflow.memory.pool import PagedPool
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.errors import KvflowError
@@ -122,9 +121,9 @@ class GrowthWorker:
     async def opening(self, *, on: bool) -> dict[str, Any]:
         """If `on`, begin to measure. Otherwise end, and return the stalls and memory per room."""
         if on:
-            self._ticker, self._rss_before = StallTicker(), _rss_kib()
+            self._ticker, self._rss_before = StallTicker(), rss_kib()
             return {}
-        grown_kib = (_rss_kib() - self._rss_before) / max(1, len(self._waiting))
+        grown_kib = (rss_kib() - self._rss_before) / max(1, len(self._waiting))
         return {**self._ticker.stalls(), "memory_kib_per_room": round(grown_kib, 2)}
 
     async def freeze(self) -> dict[str, Any]:
@@ -200,11 +199,6 @@ def _full_collection_ms() -> float:
     begun = time.thread_time()
     gc.collect()
     return round((time.thread_time() - begun) * 1e3, 3)
-
-
-def _rss_kib() -> float:
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * resource.getpagesize() / 1024
 
 
 if __name__ == "__main__":

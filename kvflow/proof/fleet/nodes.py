@@ -228,8 +228,7 @@ class DecodeHost(Host):
         for page in held.pages:
             self.pool.owners[page] = held
         held.owned = False
-        low, high = KEPT_S
-        kept_s = low + (high - low) * self.world.rng.random()
+        kept_s = self.world.rng.uniform(*KEPT_S)
         self.world.clock.later(kept_s, self, self.pool.give_back, held.pages, held)
 
     def _failed(self, command: c.RoomFailed) -> None:
@@ -399,8 +398,7 @@ class PrefillHost(Host):
             outcome, landing, error = WriteOutcome.UNPROVEN, landing // 2, "the network is gone"
             world.seen["writes without proof"] += 1
             world.unproven.add((peer, grant))
-            low, high = LATE_S
-            late_s = low + (high - low) * world.rng.random()
+            late_s = world.rng.uniform(*LATE_S)
             rest = sources[landing:], targets[landing:]
             cells = [self.pool.cells[page] for page in rest[0]]
             world.clock.later(late_s, self, self._land, peer, grant, cells, rest[1])
@@ -427,10 +425,7 @@ class PrefillHost(Host):
         leg = self.legs[command.serial]
         if leg.pages:
             leg.steps += 1
-            low, high = STEP_S
-            self.world.clock.later(
-                low + (high - low) * self.world.rng.random(), self, self._computed, leg
-            )
+            self.world.clock.later(self.world.rng.uniform(*STEP_S), self, self._computed, leg)
 
     def _tell(self, leg: Leg, how: str) -> None:
         if leg.told:

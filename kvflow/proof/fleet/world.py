@@ -106,8 +106,8 @@ class World(Scene):
             number = (decode.number + stride * rng.randrange(plan.partners)) % plan.prefills
         prefill = self.prefills[number]
         count = rng.randint(1, MAX_PROMPT_PAGES)
-        leaves_after_s = _within(rng, LEAVE_S) if rng.random() < plan.leaves else None
-        fails_after_s = _within(rng, FAIL_S) if rng.random() < plan.fails else None
+        leaves_after_s = rng.uniform(*LEAVE_S) if rng.random() < plan.leaves else None
+        fails_after_s = rng.uniform(*FAIL_S) if rng.random() < plan.fails else None
         missing = rng.random()
         if missing >= plan.missing:
             begins = room, count, prefill.info, leaves_after_s
@@ -172,7 +172,3 @@ class World(Scene):
 
     def join(self) -> None:
         self.partitioned = False
-
-
-def _within(rng: random.Random, span: tuple[float, float]) -> float:
-    return rng.uniform(*span)

@@ -144,7 +144,8 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
             wait.cancel()
 
 
-def _settle() -> None:
+def settle() -> None:
+    """Set what a process that serves for long wants of the interpreter, once its parts exist."""
     # Objects that exist now stay, so full collections skip them and are a hundred times rarer.
     gc.collect()
     gc.freeze()
@@ -173,7 +174,7 @@ async def serve_until_stopped(
     stop = StopSignals()
     async with listening_on(app, made, tls):
         stop.listen()
-        _settle()
+        settle()
         announce(ready)
         async with member or contextlib.nullcontext():
             await _stopped(stop, lost)

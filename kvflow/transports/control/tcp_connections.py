@@ -337,7 +337,7 @@ class TcpConnections:
                 self._cut(largest, why)
         most = descriptors_for(max(MAX_CONNECTIONS, self.expected))
         if (beyond := len(self.open) - most) > 0:
-            # One that has delivered since its last inspection is not silent.
+            # A connection that delivered since its last inspection is not silent.
             silent = (d for d in self._silent if d not in self._incoming.delivered)
             for descriptor in list(itertools.islice(silent, beyond)):
                 self._cut(descriptor, f"more than {most} connections")

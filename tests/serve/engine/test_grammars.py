@@ -87,7 +87,7 @@ def ids(demo: LoadedModel, text: str) -> list[int]:
 
 def allowed(grammars: Grammars, matcher: Matcher, tokens: Any) -> Any:
     """Which tokens may follow, as an array of bools."""
-    (mask,) = grammars.masks([(matcher, tokens)])
+    (mask,) = grammars.masks_of(grammars.allowed([(matcher, tokens)]))
     assert ((mask == 0) | np.isneginf(mask)).all()
     return mask == 0
 

@@ -210,15 +210,11 @@ class Grammars:
         """Return the grammar's state before the first token. Raises: as `compile`."""
         return Matcher(self._compiled(grammar).state.deep_copy(), self._width)
 
-    def masks(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Masks:
-        """Return the mask for the next token of each answer, given all of its tokens so far.
+    def allowed(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Allowed:
+        """Return which tokens may be next in each answer, given all of its tokens so far.
 
         All tokens may follow an answer whose matcher has an `error`.
         """
-        return self.masks_of(self.allowed(answers))
-
-    def allowed(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Allowed:
-        """Return the same as bits."""
         bits = self._everything(len(answers))
         address, size = bits.ctypes.data, bits.strides[0]
         for i, (matcher, tokens) in enumerate(answers):

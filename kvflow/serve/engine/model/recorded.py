@@ -66,8 +66,8 @@ class RecordedSteps:
                 return self._without(error, ids, positions, keep)
         shape.steps += 1
         past = None if current.step is None else current.step.past
-        # Of two steps with as many earlier tokens, the same calls do not show that the number of
-        # these has no part in them.
+        # Two steps with equally many earlier tokens make the same calls even if that number has a
+        # part in them.
         if shape.steps <= STEPS_BEFORE or (past is not None and past == shape.past):
             return self._forward(ids, positions, keep)
         try:
