@@ -19,3 +19,12 @@ def free_port() -> int:
         with socket.socket() as unused, suppress(OSError):
             unused.bind(("127.0.0.1", port))
             return port
+
+
+def free_neighbours() -> tuple[int, int]:
+    """Return two ports of 127.0.0.1 that follow each other, and that nobody uses."""
+    while True:
+        port = free_port()
+        with socket.socket() as unused, suppress(OSError):
+            unused.bind(("127.0.0.1", port + 1))
+            return port, port + 1

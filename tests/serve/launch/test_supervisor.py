@@ -23,6 +23,7 @@ from kvflow.serve.launch import supervisor
 from kvflow.serve.launch.child import Child, ChildEndedError, end_process
 from kvflow.serve.launch.supervisor import Fleet, run_up
 from kvflow.testing.freezing import freeze
+from tests.ports import free_neighbours
 
 NOBODY = "http://127.0.0.1:1"
 ROUTER = ["--port", "0", "--prefill", NOBODY, "--decode", NOBODY]
@@ -180,10 +181,10 @@ async def test_a_workers_port_in_use_is_named_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "Fleet", None)
+    first, port = free_neighbours()
     with socket.socket() as used:
-        used.bind(("127.0.0.1", 0))
-        port = used.getsockname()[1]
-        settings = Settings(worker_ports=port - 1, prefill_workers=1, decode_workers=1)
+        used.bind(("127.0.0.1", port))
+        settings = Settings(worker_ports=first, prefill_workers=1, decode_workers=1)
         said = f"port {port} on 127.0.0.1 is in use; choose another one with --worker-ports"
         with pytest.raises(MisuseError, match=said):
             await run_up(settings, {}, None)
