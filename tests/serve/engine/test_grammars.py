@@ -385,6 +385,33 @@ def test_few_allowed_tokens_are_drawn_as_from_a_mask_of_all(
     assert len(set(found)) > 10
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_greedy_rows_take_the_most_likely_token_of_the_mask(
+    demo: LoadedModel, grammars: Grammars, dtype: torch.dtype
+) -> None:
+    """Step by step, beside a drawn row. In bfloat16 many logits are equal: the first one counts."""
+    drawn = SamplingParams(grammar=Grammar("regex", "[a-z]+"), temperature=1.0)
+    texts = ["(alpha|beta){1,9}", "[a-z]{20}", ".*"]
+    params = [*(greedy(9, grammar=Grammar("regex", text)) for text in texts), drawn]
+    sequences = [Sequence("test", [5, 6], 99, 4) for _ in params]
+    made = [
+        adjustments_of(each, sequence, demo.eos_ids, grammars)
+        for each, sequence in zip(params, sequences, strict=True)
+    ]
+    masking = [grammars.matcher(Grammar("regex", text)) for text in texts]
+    random_numbers = torch.Generator().manual_seed(7)
+    for _ in range(12):
+        logits = torch.randn(4, demo.vocab_size, generator=random_numbers).to(dtype)
+        draws = [Draw(p, 3, s.length, a) for p, s, a in zip(params, sequences, made, strict=True)]
+        found = [each.token_id for each in choose(logits, draws)]
+        for i, matcher in enumerate(masking):
+            answer = sequences[i].tokens[2 : sequences[i].length]
+            mask = torch.from_numpy(allowed(grammars, matcher, answer))[: demo.vocab_size]
+            assert found[i] == int(logits[i].double().masked_fill(~mask, -torch.inf).argmax())
+        for sequence, token in zip(sequences, found, strict=True):
+            sequence.append(token)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_greedy_choice_without_a_mask_is_that_of_the_mask(
     demo: LoadedModel, grammars: Grammars, seed: int

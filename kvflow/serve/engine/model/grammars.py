@@ -127,6 +127,8 @@ class Matcher:
         """`state` is an `llguidance.LLMatcher` at the beginning of the grammar."""
         self.state, self._vocab_size = state, vocab_size
         self._consumed = 0
+        self._allowed = _everything(1, vocab_size)[0]
+        self._address = self._allowed.ctypes.data
         self.error = ""
 
     def consume(self, tokens: Tokens) -> bool:
@@ -137,11 +139,24 @@ class Matcher:
         if len(tokens) < self._consumed:
             self.state.reset()
             self._consumed = 0
-        if len(tokens) > self._consumed:
+        if (new := len(tokens) - self._consumed) == 1:
+            self._consumed += 1
+            return bool(self.state.consume_token(int(tokens[-1]))) or self.check()
+        if new:
             self.state.consume_tokens([int(token) for token in tokens[self._consumed :]])
             self._consumed = len(tokens)
             return self.check()
         return not self.error
+
+    def most_likely(self, tokens: Tokens, logits: npt.NDArray[Any], likely: int) -> int:
+        """Return the index of the largest of `logits` [tokens] among the tokens that may follow
+        `tokens`, the answer so far, the first one among equals. `likely` is that among all tokens.
+        """
+        token = self.choose(tokens, likely, len(logits))
+        if token is not None:
+            return token
+        self.state.unsafe_compute_mask_ptr(self._address, self._allowed.nbytes)
+        return most_likely_of(logits, self._allowed) if self.check() else likely
 
     def choose(self, tokens: Tokens, likely: int, most: int) -> int | None:
         """Return the token that a greedy choice takes after `tokens`, the answer so far, if it is
@@ -215,7 +230,7 @@ class Grammars:
 
         All tokens may follow an answer whose matcher has an `error`.
         """
-        bits = self._everything(len(answers))
+        bits = _everything(len(answers), self._width)
         address, size = bits.ctypes.data, bits.strides[0]
         for i, (matcher, tokens) in enumerate(answers):
             if matcher.consume(tokens):
@@ -232,7 +247,7 @@ class Grammars:
         return self._masking.submit(self._allowed_together, answers)
 
     def _allowed_together(self, answers: Sequence[tuple[Matcher, Tokens]]) -> Allowed:
-        bits = self._everything(len(answers))
+        bits = _everything(len(answers), self._width)
         rows = [(one.state, i) for i, (one, tokens) in enumerate(answers) if one.consume(tokens)]
         if rows:
             # One call for all of them, because each call takes the interpreter lock from the model.
@@ -241,19 +256,11 @@ class Grammars:
             )
         return _checked(answers, bits)
 
-    def _everything(self, answers: int) -> Allowed:
-        # llguidance writes words of 32 bits.
-        return np.full((answers, (self._width + 31) // 32 * 4), 255, dtype=np.uint8)
-
     def masks_of(self, allowed: Allowed) -> Masks:
         """Return the masks that `allowed` stands for."""
         # `take` needs a quarter of the time that indexing needs.
         masks = np.take(_MASK_OF_BYTE, allowed, axis=0)
         return masks.reshape(len(allowed), -1)[:, : self._width]
-
-    def may_follow(self, allowed: npt.NDArray[np.uint8], token: int) -> bool:
-        """Return True if a row of `allowed` has `token`."""
-        return token < self._width and bool(allowed[token >> 3] >> (token & 7) & 1)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -351,6 +358,12 @@ class Grammars:
         return hf.from_tokenizer(
             self._tokenizer, n_vocab=self._width, eos_token=sorted(self._eos_ids)
         )
+
+
+def _everything(answers: int, width: int) -> Allowed:
+    """Return bits that allow all tokens of a vocabulary of `width` tokens."""
+    # llguidance writes words of 32 bits.
+    return np.full((answers, (width + 31) // 32 * 4), 255, dtype=np.uint8)
 
 
 def most_likely_of(logits: npt.NDArray[Any], allowed: Allowed) -> int:

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,6 @@ from kvflow.serve.engine.model.grammars import (
     Matcher,
     Tokens,
     few_tokens,
-    most_likely_of,
 )
 from kvflow.serve.engine.scheduler.adjustments import Adjustments
 from kvflow.serve.engine.scheduler.params import SamplingParams
@@ -54,12 +53,15 @@ class Choice(NamedTuple):
 
 
 def allowed_ahead(draws: Sequence[Draw]) -> Future[Allowed] | None:
-    """Begin to compute what the grammars of the rows allow, for `choose`.
+    """Begin to compute what the grammars of the rows to draw allow, for `choose`.
 
-    Returns None if `choose` is to compute it, because there are few such rows.
+    Greedy rows are left out, because most of them need no mask: it is enough to ask whether their
+    most likely token may follow. Returns None if there are few rows.
     """
-    answers, grammars = _answers(draws), _grammars(draws)
-    if grammars is None or len(answers) < _FEWEST_AHEAD:
+    if (grammars := _grammars(draws)) is None:
+        return None
+    answers = _to_draw(draws, _answers(draws))
+    if len(answers) < _FEWEST_AHEAD:
         return None
     return grammars.allowed_ahead(list(answers.values()))
 
@@ -111,6 +113,13 @@ def _answers(draws: Sequence[Draw]) -> dict[int, tuple[Matcher, Tokens]]:
     }
 
 
+def _to_draw(
+    draws: Sequence[Draw], answers: dict[int, tuple[Matcher, Tokens]]
+) -> dict[int, tuple[Matcher, Tokens]]:
+    """Return those of `answers` whose next token is not simply the most likely one."""
+    return {i: answer for i, answer in answers.items() if not draws[i].params.greedy}
+
+
 def _apply_grammars(
     grammars: Grammars,
     draws: Sequence[Draw],
@@ -125,26 +134,21 @@ def _apply_grammars(
     `adjusted`.
     """
     answers = _answers(draws)
-    if ahead is None:
-        answers = _left_to_masks(answers, draws, logits, adjusted, tokens)
-        allowed = grammars.allowed(list(answers.values()))
-    else:
-        allowed = ahead.result()
+    drawn = _to_draw(draws, answers)
+    masked: dict[int, npt.NDArray[np.uint8]] = {}
+    if len(drawn) < len(answers) and (
+        left := _left_to_masks(answers, drawn, logits, adjusted, tokens)
+    ):
+        masked = dict(zip(left, grammars.allowed(list(left.values())), strict=True))
     few: dict[int, npt.NDArray[np.int64]] = {}
-    masked = {}
-    plain = logits.numpy() if _is_fast_in_numpy(logits) else None
-    for i, row in zip(answers, allowed, strict=True):
-        if not draws[i].params.greedy:
+    if drawn:
+        allowed = grammars.allowed(list(drawn.values())) if ahead is None else ahead.result()
+        for i, row in zip(drawn, allowed, strict=True):
             among = None if i in adjusted else few_tokens(row, logits.shape[-1])
             if among is not None and len(among):
                 few[i] = among
-                continue
-        elif grammars.may_follow(row, tokens[i]) and not _is_banned(adjusted, i, tokens[i]):
-            continue
-        elif plain is not None and i not in adjusted:
-            tokens[i] = most_likely_of(plain[i], row)
-            continue
-        masked[i] = row
+            else:
+                masked[i] = row
     if masked:
         found = _masked(
             logits, adjusted, list(masked), grammars.masks_of(np.stack(list(masked.values())))
@@ -157,18 +161,23 @@ def _apply_grammars(
 
 def _left_to_masks(
     answers: dict[int, tuple[Matcher, Tokens]],
-    draws: Sequence[Draw],
+    drawn: dict[int, tuple[Matcher, Tokens]],
     logits: torch.Tensor,
     adjusted: dict[int, torch.Tensor],
     tokens: list[int],
 ) -> dict[int, tuple[Matcher, Tokens]]:
-    """Return the `answers` that need a mask. The others are greedy: change their `tokens` to those
-    that their grammars force.
+    """Return those of the greedy `answers` that need a mask over the vocabulary. Change the
+    `tokens` of the others to the most likely ones that their grammars allow.
     """
     left = {}
+    rows = _in_numpy(logits)
     for i, (matcher, answer) in answers.items():
+        if i in drawn:
+            continue
         token = None
-        if draws[i].params.greedy and not _is_banned(adjusted, i, tokens[i]):
+        if i not in adjusted and rows is not None:
+            token = matcher.most_likely(answer, rows[i], tokens[i])
+        elif not _is_banned(adjusted, i, tokens[i]):
             token = matcher.choose(answer, tokens[i], logits.shape[-1])
         if token is None:
             left[i] = (matcher, answer)
@@ -230,6 +239,14 @@ def _most_likely(logits: torch.Tensor) -> list[int]:
         logits.numpy().argmax(axis=-1) if _is_fast_in_numpy(logits) else logits.argmax(dim=-1)
     ).tolist()
     return found
+
+
+def _in_numpy(logits: torch.Tensor) -> npt.NDArray[Any] | None:
+    """Return the same values as an array, or None for a device, from which copies are slow."""
+    if logits.device.type != "cpu":
+        return None
+    array: npt.NDArray[Any] = (logits if _is_fast_in_numpy(logits) else logits.float()).numpy()
+    return array
 
 
 def _is_fast_in_numpy(logits: torch.Tensor) -> bool:
