@@ -7,12 +7,15 @@ import sys
 import numpy as np
 import pytest
 
+import kvflow
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import MisuseError
 from kvflow.transports.data.fake import FakeNetwork, FakePlane
+from kvflow.transports.data.local import LocalPlane
 from kvflow.transports.data.nixl.library import MODULES
-from kvflow.transports.data.select import check_plane, open_plane, plane_for
+from kvflow.transports.data.select import PLANES, check_plane, open_plane, plane_for
+from tests.memory.kinds import layout_of
 
 
 def test_the_name_of_a_plane_is_checked() -> None:
@@ -62,13 +65,39 @@ def test_a_pool_that_receives_locally_lies_in_shared_memory() -> None:
     segment.close()
 
 
-def test_a_pool_on_a_device_is_not_copied_by_the_cpu() -> None:
+@pytest.mark.parametrize("receives", [False, True])
+@pytest.mark.parametrize("plane", PLANES)
+def test_a_pool_on_a_device_needs_a_staging(plane: str, receives: bool) -> None:
     own = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
-    with pytest.raises(MisuseError, match="not in host memory"):
-        plane_for(PagedPool(own.layout, device="cuda:0"), "local", receives=False)
+    with pytest.raises(
+        MisuseError,
+        match=f"plane '{plane}': .* on meta> is not in host memory.*: give the node a Staging",
+    ):
+        plane_for(PagedPool(own.layout, device="meta"), plane, receives=receives)
+
+
+@pytest.mark.parametrize("node", [kvflow.PrefillNode, kvflow.DecodeNode])
+@pytest.mark.parametrize("plane", [LocalPlane.name, "mooncake"])
+async def test_a_node_over_a_device_refuses_a_plane_of_ours_that_was_opened_before(
+    plane: str, node: type[kvflow.PrefillNode] | type[kvflow.DecodeNode]
+) -> None:
+    if plane == "mooncake":
+        pytest.importorskip("mooncake.engine")
+    opened = open_plane(plane, None)
+    pool = PagedPool.allocate(layout_of("mha", 16, 64, 6, "layer_first"), device="meta")
+    with pytest.raises(MisuseError, match="on meta> is not in host memory"):
+        node(pool, opened)
+    await opened.close()
+
+
+class Reaching(LocalPlane):
+    """A plane of the caller's, which derives from one of ours."""
 
 
 def test_a_plane_of_the_callers_is_taken_as_it_is() -> None:
     pool = PagedPool.wrap({"k": np.zeros((2, 4, 3), np.float32)}, page_size=4)
     mine = FakePlane(FakeNetwork())
     assert plane_for(pool, mine, receives=True) is mine
+    on_device = PagedPool(pool.layout, device="meta")
+    for plane in (mine, Reaching(None)):
+        assert plane_for(on_device, plane, receives=True) is plane

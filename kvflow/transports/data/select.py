@@ -22,6 +22,7 @@ _ENGINES: dict[str, Callable[[str, float | None, str], DataPlane]] = {
     "mori": MoriPlane,
 }
 PLANES = ("local", *_ENGINES)
+_OWN: tuple[object, ...] = (LocalPlane, *_ENGINES.values())
 # These planes have no fence: pages that a lost writer left in doubt stay in quarantine.
 UNFENCED = ("ascend", "mori")
 
@@ -72,8 +73,17 @@ def plane_for(
     `plane` is one of `PLANES`, or the caller's own plane, which is returned unchanged. With
     `receives`, peers write into this pool, so the local plane needs it in shared memory.
 
-    Raises: the errors of `open_plane`, and MisuseError for a pool that the named plane cannot use.
+    Raises: the errors of `open_plane`, and MisuseError for a pool that the plane cannot use. No
+    plane of `PLANES` takes a pool on a device, because it is not known there which status proves
+    that a write has landed. A caller's own plane may reach one.
     """
+    is_named = isinstance(plane, str) and plane in PLANES
+    if not pool.on_host and (is_named or type(plane) in _OWN):
+        name = plane if isinstance(plane, str) else plane.name
+        raise MisuseError(
+            f"plane {name!r}: {pool!r} is not in host memory, the only kind that this plane "
+            "reaches: give the node a Staging"
+        )
     if not isinstance(plane, str):
         return plane
     if plane == LocalPlane.name and receives and pool.segment is None:
@@ -81,10 +91,5 @@ def plane_for(
             f"plane 'local': {pool!r} is not in shared memory, so no prefill can write into it; "
             "make it with PagedPool.allocate(layout), or over a SharedSegment with "
             "PagedPool.wrap(..., segment=segment)"
-        )
-    if plane == LocalPlane.name and not pool.on_host:
-        raise MisuseError(
-            f"plane 'local': {pool!r} is not in host memory, the only kind it copies: give the "
-            "node a Staging"
         )
     return open_plane(plane, pool.segment, host=host)
