@@ -4,7 +4,10 @@ the process's control groups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fcntl
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -33,6 +36,21 @@ def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Available 
     Returns None if no amount is known.
     """
     return min((*_of_machine(proc), *_of_groups(proc, cgroups)), default=None)
+
+
+@contextmanager
+def one_at_a_time() -> Generator[None]:
+    """Let one process of this installation at a time count free memory and allocate it.
+
+    Processes that start together would otherwise count the same memory twice.
+    """
+    # The lock is on the package's directory, which all processes of one installation share.
+    descriptor = os.open(Path(__file__).parents[1], os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _of_machine(proc: Path) -> Iterator[Available]:

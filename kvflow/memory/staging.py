@@ -36,6 +36,8 @@ from kvflow.protocols.ports import PageStore
 
 # A cancelled copy stops after the current slice: some 0.2 ms over PCIe, 1 ms with memmove.
 SLICE_BYTES = 4 << 20
+# The default at a prefill: enough to stage the slices for some twenty decodes.
+PREFILL_BYTES = 256 << 20
 _BROUGHT = b"brought"
 _SCRATCH_BYTES = 1 << 20
 

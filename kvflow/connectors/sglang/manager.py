@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -22,6 +23,7 @@ from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.node.threads.rooms import DecodeThreadRoom
 from kvflow.protocols.errors import Cause, Code, KvflowError, PeerError
+from kvflow.protocols.ports import UnprovenLoan
 from kvflow.protocols.wire.ranks import rank_to_json
 
 log = logging.getLogger("sglang.kvflow")
@@ -69,12 +71,13 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         self.place = place = nodes.place_of(args, server_args, is_prefill=is_prefill)
         self.metadata = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         pool = nodes.pool_for(args, server_args, settings, place, is_mla=bool(is_mla_backend))
+        self._staging = staging = nodes.staging_for(pool, settings, is_prefill=is_prefill)
         self.thread: PrefillThread | DecodeThread
         if is_prefill:
             model = str(server_args.served_model_name or server_args.model_path)
-            self.thread = nodes.prefill_node(pool, args, settings, place, model)
+            self.thread = nodes.prefill_node(pool, staging, args, settings, place, model)
         else:
-            self.thread = nodes.decode_node(pool, args, settings, place)
+            self.thread = nodes.decode_node(pool, staging, args, settings, place)
         queues.install()
         if sys.getswitchinterval() > SWITCH_INTERVAL_S:
             sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -83,7 +86,7 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
             # SGLang's constructor calls `register_to_bootstrap`, which needs the node.
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         except BaseException:
-            self.thread.close()
+            self._close()
             raise
         # SGLang's own control link is not used, and nothing may fill a socket that nobody reads.
         self.server_socket.close(linger=0)
@@ -185,6 +188,24 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
 
     # --- the node
 
+    def await_steps(self) -> None:
+        """Wait until no step that was launched before can still write into the KV cache.
+
+        SGLang lends pages of a request that has ended while the next step, which still computes a
+        token for it, may be running. Copies from the staging have a stream of their own.
+        """
+        if not self.thread.pool.on_host:
+            # A server on a device has loaded torch.
+            import torch
+
+            torch.accelerator.synchronize(self.thread.pool.device)
+
+    def _close(self) -> Sequence[UnprovenLoan]:
+        unproven = self.thread.close()
+        if self._staging is not None:
+            self._staging.close()
+        return unproven
+
     def drop_events(self) -> None:
         """Discard the node's events. Rooms have the same news in their fields."""
         self.thread.poll()
@@ -208,7 +229,7 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         Raises: RuntimeError if a peer may still write into the KV cache. SGLang then marks the
         server as unhealthy, and it must be restarted.
         """
-        unproven = self.thread.close()
+        unproven = self._close()
         self._zmq_ctx.destroy(linger=0)
         if unproven:
             raise RuntimeError(

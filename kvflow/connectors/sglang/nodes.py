@@ -15,8 +15,10 @@ from kvflow.connectors.sglang.counterpart import SIZES, resolver
 from kvflow.connectors.sglang.memory import device_of, model_fingerprint, pool_of
 from kvflow.connectors.sglang.queues import MODEL
 from kvflow.connectors.sglang.settings import Settings, variable
+from kvflow.connectors.staging import ALWAYS, make_staging
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
+from kvflow.memory.staging import PREFILL_BYTES, Staging
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.protocols.errors import MisuseError
@@ -119,8 +121,28 @@ def rank_for_decode(place: Place, decode_ranks: int, pool: PagedPool) -> tuple[i
     return place.number % (together * place.stages), together * place.stages
 
 
+def staging_for(pool: PagedPool, settings: Settings, *, is_prefill: bool) -> Staging | None:
+    """Allocate the staging of the node over `pool`, or return None if it needs none. This blocks.
+
+    Raises: MisuseError naming the variable.
+    """
+    return make_staging(
+        pool,
+        settings.staging,
+        settings.staging_bytes,
+        PREFILL_BYTES if is_prefill else 0,
+        setting=variable("staging_bytes"),
+        log=log,
+    )
+
+
 def prefill_node(
-    pool: PagedPool, args: Any, settings: Settings, place: Place, model: str
+    pool: PagedPool,
+    staging: Staging | None,
+    args: Any,
+    settings: Settings,
+    place: Place,
+    model: str,
 ) -> PrefillThread:
     host = _host(settings)
     plane = open_plane(
@@ -135,16 +157,21 @@ def prefill_node(
     )
     rank, count = rank_for_decode(place, settings.decode_tp_size, pool)
     named: dict[str, Any] = {"model": model, "rank": rank, "world_size": count}
-    return PrefillThread(pool, plane, bind=bind, **named, **_options(settings, host))
+    return PrefillThread(pool, plane, bind=bind, **named, **_options(settings, staging, host))
 
 
-def decode_node(pool: PagedPool, args: Any, settings: Settings, place: Place) -> DecodeThread:
-    """Raises: MisuseError for the local data plane, if SGLang's pool is not in a segment."""
-    host = _host(settings)
-    if settings.transfer_backend == "local" and pool.segment is None:
+def decode_node(
+    pool: PagedPool, staging: Staging | None, args: Any, settings: Settings, place: Place
+) -> DecodeThread:
+    """Raises: MisuseError for the local data plane, if SGLang's pool is not in a segment and has no
+    staging.
+    """
+    host, reached = _host(settings), pool if staging is None else staging.host
+    if settings.transfer_backend == "local" and reached.segment is None:
         raise MisuseError(
             "KVFLOW_SGLANG_TRANSFER_BACKEND local: SGLang has allocated this kind of KV cache in "
-            "private memory, so no prefill can write into it; use mooncake or nixl"
+            "private memory, so no prefill can write into it; use mooncake or nixl, or set "
+            "KVFLOW_SGLANG_STAGING to always"
         )
     keeps_prefixes = getattr(get_disagg(), "disaggregation_decode_enable_radix_cache", False)
     if keeps_prefixes and any(space.window for space in pool.layout.spaces):
@@ -152,19 +179,22 @@ def decode_node(pool: PagedPool, args: Any, settings: Settings, place: Place) ->
             "--disaggregation-decode-enable-radix-cache: with a sliding window, SGLang 0.5.23 "
             "wrongly answers some prompts that begin as a cached one does, with its own backend too"
         )
-    plane = open_plane(settings.transfer_backend, pool.segment, None, host, _device(args, settings))
+    device = _device(args, settings)
+    plane = open_plane(settings.transfer_backend, reached.segment, None, host, device)
     connect = partial(connect_dealer, key=read_key(settings.control_key_file))
     resolve = resolver(RegistryClient().resolve, place.rank, place.ranks)
-    return DecodeThread(pool, plane, resolve=resolve, connect=connect, **_options(settings, host))
+    options = _options(settings, staging, host)
+    return DecodeThread(pool, plane, resolve=resolve, connect=connect, **options)
 
 
-def _options(settings: Settings, host: str) -> dict[str, Any]:
+def _options(settings: Settings, staging: Staging | None, host: str) -> dict[str, Any]:
     return {
         "loop_factory": uvloop.new_event_loop,
         "host": host,
         "timing": settings.timing,
         "bounds": settings.bounds,
         "verify_transfers": settings.verify_transfers,
+        "staging": staging,
     }
 
 
@@ -182,7 +212,8 @@ def _device(args: Any, settings: Settings) -> str:
 
 
 def _segment(args: Any, settings: Settings) -> SharedSegment | None:
-    if settings.transfer_backend != "local":
+    # Of a pool that is staged, peers write into the staging only.
+    if settings.transfer_backend != "local" or settings.staging == ALWAYS:
         return None
     # SGLang has loaded torch by now; this module must not load it for the other planes.
     from kvflow.connectors.sglang.shared_pools import segment_with

@@ -79,6 +79,7 @@ class KvflowReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._slot, self._lent_at_s = aux_index, time.monotonic()
         try:
             places = places_of(self.kv_mgr.thread.pool.layout, kv_indices, state_indices)
+            self.kv_mgr.await_steps()
             self._room.offer(places, prefix_tokens=decode_prefix_len or 0)
         except KvflowError as error:
             self._fail(error.cause())

@@ -7,6 +7,7 @@ from typing import Self
 
 import msgspec
 
+from kvflow.connectors.staging import check_staging, check_staging_bytes
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_count, check_time
 from kvflow.transports.control.curve import read_key
@@ -29,6 +30,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
     ib_device: str = ""
     """RDMA device; empty for SGLang's `--disaggregation-ib-device`, and TCP without that."""
+    staging: str = "auto"
+    """Transfers through host memory beside the KV cache: auto where the cache is on a device,
+    always everywhere.
+    """
+    staging_bytes: int = 0
+    """Host memory of the staging of each rank. 0: at a decode, where requests wait for it and a
+    prompt must fit, as much as the KV cache; 256 MiB at a prefill.
+    """
     decode_tp_size: int = 0
     """At a prefill, the `--tp-size` of its decodes: a divisor of its own. 0: the same."""
     verify_transfers: bool = False
@@ -91,6 +100,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         checks: dict[str, Callable[[], object]] = {
             "host": self._check_host,
             "transfer_backend": self._check_plane,
+            "staging": lambda: check_staging(self.staging),
+            "staging_bytes": lambda: check_staging_bytes(self.staging_bytes),
             "control_key_file": lambda: read_key(self.control_key_file),
             "rendezvous_s": lambda: check_time("rendezvous_s", self.rendezvous_s),
             "lost_after_s": lambda: Timing(lost_after_s=self.lost_after_s),

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 
 from kvflow.connectors.sglang.version import NAME
 from kvflow.memory.shared import SharedSegment
-from kvflow.protocols.errors import MisuseError
 
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 ALLOCATORS = (
@@ -37,17 +36,12 @@ def segment_with(address: int) -> SharedSegment | None:
 def allocate_in_segment(original: Callable[..., Any], pool: Any, *args: Any, **kwargs: Any) -> None:
     """Run `original`, an allocation of SGLang's `pool`, with its tensors in a shared segment.
 
-    Only a decode with this backend receives pages, so all others allocate as usual. Raises:
-    MisuseError if the pool is not in host memory.
+    Only a decode with this backend receives pages, so all others allocate as usual. So does a
+    decode on a device, which receives pages in its staging.
     """
-    if not _receives():
+    if not _receives() or str(pool.device) != "cpu":
         original(pool, *args, **kwargs)
         return
-    if str(pool.device) != "cpu":
-        raise MisuseError(
-            f"KVFLOW_SGLANG_TRANSFER_BACKEND local: the KV cache is on {pool.device}, and this "
-            "data plane copies host memory only"
-        )
     with _Counted() as counted:
         original(pool, *args, **kwargs)
     segment = SharedSegment.create(counted.size_bytes)

@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvflow.connectors.staging import AUTO
 from kvflow.connectors.vllm.decode_scheduler import DecodeScheduler
 from kvflow.connectors.vllm.memory import shared_allocation
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
@@ -199,8 +200,10 @@ class KvflowConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
         is_target = self._kv_transfer_config.is_kv_consumer
-        # Over the "local" plane, prefill's process writes straight into decode's cache.
-        if self._settings.transfer_backend == "local" and is_target:
+        # Over the "local" plane, prefill's process writes straight into decode's cache, unless that
+        # is staged.
+        is_local = self._settings.transfer_backend == "local"
+        if is_local and is_target and self._settings.staging == AUTO:
             return shared_allocation(self._segments)
         return None
 

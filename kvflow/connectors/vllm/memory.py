@@ -13,18 +13,22 @@ from torch.overrides import TorchFunctionMode
 from kvflow.connectors.vllm.groups import Group, Groups
 from kvflow.connectors.vllm.version import release
 from kvflow.connectors.vllm.widths import Heads
+from kvflow.memory.copies import host_layout, least_bytes
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.memory.streams import SpaceStreams
 from kvflow.model_files import config_digest, weights_digest
 from kvflow.protocols.errors import KvflowError, MisuseError
+from kvflow.protocols.pages.layout import PoolLayout
+from kvflow.protocols.pages.spaces import counts_fit
 
 log = logging.getLogger("vllm.kvflow")
 
 
 @contextmanager
 def shared_allocation(found: list[SharedSegment]) -> Generator[None]:
-    """Place the KV cache that vLLM allocates inside the `with` statement in a shared segment.
+    """Place the KV cache that vLLM allocates in host memory inside the `with` statement in a shared
+    segment.
 
     Prefills on this machine can then write into it. The segment is appended to `found`.
     """
@@ -44,13 +48,11 @@ class _InSegment(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.zeros or kwargs.get("dtype") is not torch.int8 or self._found:
+        # Transfers to a cache on a device pass through a staging, which is a segment of its own.
+        on_host = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        is_cache = func is torch.zeros and kwargs.get("dtype") is torch.int8
+        if not (is_cache and on_host) or self._found:
             return func(*args, **kwargs)
-        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
-            raise MisuseError(
-                "transfer_backend local: the KV cache is not in host memory, the only kind it "
-                "copies"
-            )
         (size,) = args
         self._found.append(SharedSegment.create(size))
         return torch.frombuffer(self._found[0].memory, dtype=torch.int8, count=size)
@@ -100,6 +102,22 @@ def caches_of(
                 }
                 tensors |= named
         found.append(tensors)
+    return found
+
+
+def staging_bytes(layout: PoolLayout, tokens: int) -> int:
+    """Return the default bytes of staging at a decode with a pool of this layout.
+
+    The groups share their memory, so these are the bytes that one group can fill. If the staging
+    of that size would not hold a prompt of `tokens` tokens in the part of each group, it is doubled
+    until it does.
+    """
+    filled = (count * size for count, size in zip(layout.counts, layout.place_bytes, strict=True))
+    found, wanted = max(least_bytes(layout), *filled), layout.wanted(tokens)
+    while found < layout.room_bytes(layout.counts):
+        if counts_fit(wanted, host_layout(layout, found).counts):
+            break
+        found *= 2
     return found
 
 

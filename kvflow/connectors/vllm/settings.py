@@ -6,12 +6,13 @@ from typing import Any, Self
 
 import msgspec
 
+from kvflow.connectors.staging import check_staging, check_staging_bytes
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_count, check_time
 from kvflow.transports.control.registry import RegistryClient, registry_address
 from kvflow.transports.data.select import check_plane
 
-_FIELD = "kv_connector_extra_config"
+FIELD = "kv_connector_extra_config"
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +32,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     ib_device: str = ""
     """RDMA device; empty for TCP."""
+    staging: str = "auto"
+    """Transfers through host memory beside the KV cache: auto where the cache is on a device,
+    always everywhere.
+    """
+    staging_bytes: int = 0
+    """Host memory of the staging of each node. 0: at a decode, where loads wait for it and a prompt
+    must fit, as much as the KV cache or more; 256 MiB at a prefill.
+    """
     decode_workers: int | None = None
     """At a prefill: the number of workers (tensor times pipeline parallel) in each of its decodes,
     if it is not that of prefill: a divisor or a multiple of prefill's tensor parallel size. With
@@ -85,11 +94,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             found = msgspec.convert(extra, cls)
         except msgspec.ValidationError as error:
             names = ", ".join(cls.__struct_fields__)
-            raise MisuseError(f"{_FIELD}: {error}; it may have {names}") from None
+            raise MisuseError(f"{FIELD}: {error}; it may have {names}") from None
         try:
             found.check()
         except MisuseError as error:
-            raise MisuseError(f"{_FIELD}: {error}") from None
+            raise MisuseError(f"{FIELD}: {error}") from None
         return found
 
     def port_of_engine(self, number: int, ranks: int) -> int:
@@ -100,6 +109,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Check every value. Raises: MisuseError for a value outside its limits."""
         self._check_host()
         check_plane(self.transfer_backend, self.ib_device, self.host)
+        check_staging(self.staging)
+        check_staging_bytes(self.staging_bytes)
         # The client raises for a key that an HTTP header cannot carry.
         RegistryClient(self.api_key)
         check_time("source_deadline_s", self.source_deadline_s)

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
+from kvflow.connectors.staging import make_staging
 from kvflow.connectors.vllm.decode_worker import DecodeWorker
 from kvflow.connectors.vllm.groups import Groups
 from kvflow.connectors.vllm.memory import (
@@ -19,18 +20,20 @@ from kvflow.connectors.vllm.memory import (
     caches_of,
     model_fingerprint,
     pool_over,
+    staging_bytes,
 )
 from kvflow.connectors.vllm.messages import StepMeta, StepNews
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
 from kvflow.connectors.vllm.prefill_workers import PrefillWorkers
 from kvflow.connectors.vllm.self_test import check_moves
-from kvflow.connectors.vllm.settings import Settings
+from kvflow.connectors.vllm.settings import FIELD, Settings
 from kvflow.connectors.vllm.status import StatusServer
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.connectors.vllm.widths import Heads, Place, Served, served_by
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
+from kvflow.memory.staging import PREFILL_BYTES, Staging
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.protocols.errors import MisuseError
@@ -52,6 +55,7 @@ class WorkerSides:
         self._prefill: PrefillWorkers | None = None
         self._decode: DecodeWorker | None = None
         self._statuses: list[StatusServer] = []
+        self._stagings: list[Staging] = []
 
     @classmethod
     def start(
@@ -82,7 +86,8 @@ class WorkerSides:
         if config.is_kv_producer:
             sides._start_prefill(pools, settings, _names(vllm_config.model_config, served))
         if config.is_kv_consumer:
-            sides._start_decode(pools[0], settings, segment, place)
+            tokens = vllm_config.model_config.max_model_len
+            sides._start_decode(pools[0], settings, place, tokens)
         try:
             sides._serve(vllm_config, settings, place, served, bootstrap_port)
         except MisuseError as error:
@@ -97,31 +102,46 @@ class WorkerSides:
     def _start_prefill(
         self, pools: Sequence[PagedPool], settings: Settings, names: Mapping[str, Any]
     ) -> None:
+        staged = [self._staging(pool, settings, PREFILL_BYTES) for pool in pools]
         sides = [
             PrefillWorker(
-                _prefill_thread(pool, settings, {**_options(settings, pool), **names}),
+                _prefill_thread(pool, settings, {**_options(settings, pool, staging), **names}),
                 self._transfers,
                 self._wake.set,
                 source_deadline_s=settings.source_deadline_s,
             )
-            for pool in pools
+            for pool, staging in zip(pools, staged, strict=True)
         ]
         self._prefill = PrefillWorkers(sides)
         self._prefill.start()
 
     def _start_decode(
-        self, pool: PagedPool, settings: Settings, segment: SharedSegment | None, place: Place
+        self, pool: PagedPool, settings: Settings, place: Place, max_tokens: int
     ) -> None:
+        staging = self._staging(pool, settings, staging_bytes(pool.layout, max_tokens))
         # Both roles of one worker share a count of the uses of its blocks.
         pages = None if self._prefill is None else self._prefill.sides[0].thread.pages
         self._decode = DecodeWorker(
-            _decode_thread(pool, settings, segment, _options(settings, pool, pages)),
+            _decode_thread(pool, settings, _options(settings, pool, staging, pages)),
             self._transfers,
             self._wake.set,
             rank=place.rank,
             load_deadline_s=settings.load_deadline_s,
         )
         self._decode.start()
+
+    def _staging(self, pool: PagedPool, settings: Settings, default_bytes: int) -> Staging | None:
+        found = make_staging(
+            pool,
+            settings.staging,
+            settings.staging_bytes,
+            default_bytes,
+            setting=f"{FIELD}: staging_bytes",
+            log=log,
+        )
+        if found is not None:
+            self._stagings.append(found)
+        return found
 
     def _serve(
         self, vllm_config: Any, settings: Settings, place: Place, served: Served, port: int
@@ -196,6 +216,8 @@ class WorkerSides:
         for side in (self._prefill, self._decode):
             if side is not None:
                 side.close()
+        for staging in self._stagings:
+            staging.close()
 
 
 def _names(model_config: Any, served: Served) -> dict[str, Any]:
@@ -253,7 +275,10 @@ def _share(model_config: Any, place: Place, served: Served, number: int) -> Shar
 
 
 def _options(
-    settings: Settings, pool: PagedPool, pages: ExternalPages | None = None
+    settings: Settings,
+    pool: PagedPool,
+    staging: Staging | None,
+    pages: ExternalPages | None = None,
 ) -> dict[str, Any]:
     return {
         "pages": pages or ExternalPages(pool.layout.num_places),
@@ -261,6 +286,7 @@ def _options(
         "timing": settings.timing,
         "bounds": settings.bounds,
         "verify_transfers": settings.verify_transfers,
+        "staging": staging,
     }
 
 
@@ -272,9 +298,9 @@ def _prefill_thread(pool: PagedPool, settings: Settings, options: dict[str, Any]
     return PrefillThread(pool, plane, bind=bind, **options)
 
 
-def _decode_thread(
-    pool: PagedPool, settings: Settings, segment: SharedSegment | None, options: dict[str, Any]
-) -> DecodeThread:
+def _decode_thread(pool: PagedPool, settings: Settings, options: dict[str, Any]) -> DecodeThread:
+    staging: Staging | None = options["staging"]
+    segment = (pool if staging is None else staging.host).segment
     plane = open_plane(settings.transfer_backend, segment, None, settings.host, settings.ib_device)
     connect = partial(connect_dealer, key=read_key(settings.control_key_file))
     return DecodeThread(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-import kvflow
-from kvflow.memory.available import Available, available_memory
+from kvflow.memory.available import Available, available_memory, one_at_a_time
 from kvflow.memory.device import HOST, memory_of
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.snapshot import SnapshotStore
@@ -60,7 +57,7 @@ def make_pool(
     """
     has_rows = any(kind.unit == ROW for kind in streams)
     one = build_layout(streams, page_size=settings.page_size, num_pages=1, num_rows=int(has_rows))
-    with _one_at_a_time():
+    with one_at_a_time():
         budget = _budget(settings, device, sharing)
         num_rows = _num_rows(settings, budget, one, ring_bytes) if has_rows else 0
         num_pages = _num_pages(settings, budget, one, num_rows)
@@ -86,7 +83,7 @@ def make_staging(settings: Settings, pool: PagedPool, default_bytes: int) -> Sta
     shards = _shards_told_apart(settings, pool)
     if pool.on_host and settings.staging == "auto" and shards == 1:
         return None
-    with _one_at_a_time(), _naming("staging_bytes", settings):
+    with one_at_a_time(), _naming("staging_bytes", settings):
         try:
             return Staging(pool, settings.staging_bytes or default_bytes, shards=shards)
         except LayoutError as error:
@@ -122,7 +119,7 @@ def make_snapshots(settings: Settings, pool: PagedPool) -> SnapshotStore | None:
     if not _uses_host_memory(settings):
         return None
     try:
-        with _one_at_a_time(), _naming("host_memory_bytes", settings):
+        with one_at_a_time(), _naming("host_memory_bytes", settings):
             _check_host_memory(settings)
             return SnapshotStore(pool, settings.host_memory_bytes)
     except ConfigError as error:
@@ -263,15 +260,3 @@ def _check_memory(
         f"{flag}: the pool needs {needed} bytes of memory ({sized.num_pages} pages of "
         f"{sized.page_bytes}{rows}), but {available}; {fits}"
     )
-
-
-@contextmanager
-def _one_at_a_time() -> Generator[None]:
-    # Roles that start together would count the same free memory twice. The lock is on the package's
-    # directory, which all roles of one installation share.
-    descriptor = os.open(os.path.dirname(kvflow.__file__), os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

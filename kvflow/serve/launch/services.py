@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvflow.http.listening import reachable
+from kvflow.memory.staging import PREFILL_BYTES
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.serve.config.settings import Settings
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from kvflow.serve.engine.scheduler.lockstep import Lockstep
     from kvflow.serve.engine.scheduler.prefill import PrefillEngine
 
-_PREFILL_STAGING_BYTES = 256 << 20  # enough to stage the slices for some twenty decodes
 Control = tuple[ZmqSocket, int]  # prefill's control socket and its port
 
 
@@ -48,7 +48,7 @@ async def prefill_node(
     world_size: int = 1,
 ) -> PrefillNode:
     """Create a prefill's node, with staging if needed. `stack` closes it. Raises: MisuseError."""
-    staging = await stack.enter_async_context(staged(settings, parts, _PREFILL_STAGING_BYTES))
+    staging = await stack.enter_async_context(staged(settings, parts, PREFILL_BYTES))
     pool = parts.pool
     node = PrefillNode(
         pool,
