@@ -79,7 +79,7 @@ def test_a_pool_on_a_device_needs_a_staging(plane: str, receives: bool) -> None:
 @pytest.mark.parametrize("node", [kvflow.PrefillNode, kvflow.DecodeNode])
 @pytest.mark.parametrize("plane", [LocalPlane.name, "mooncake"])
 async def test_a_node_over_a_device_refuses_a_plane_of_ours_that_was_opened_before(
-    plane: str, node: type[kvflow.PrefillNode] | type[kvflow.DecodeNode]
+    plane: str, node: type[kvflow.PrefillNode | kvflow.DecodeNode]
 ) -> None:
     if plane == "mooncake":
         pytest.importorskip("mooncake.engine")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from kvflow.transports.control.curve import write_key
 from tests.connectors.sglang.sglang_pair import PROMPT, ROOM, SLOT_BYTES, pair
@@ -18,8 +19,12 @@ from tests.fakes.sglang import KVTransferError as Error
 Patch = pytest.MonkeyPatch
 
 
-def test_pages_and_metadata_arrive_together(monkeypatch: Patch) -> None:
-    with pair(monkeypatch) as each:
+@pytest.mark.parametrize("staging", ["auto", "always"])
+def test_pages_and_metadata_arrive_together(monkeypatch: Patch, staging: str) -> None:
+    with pair(monkeypatch, STAGING=staging) as each:
+        for manager in (each.prefill, each.decode):
+            is_staged = manager.thread.ask(lambda node: node.staging is not None)
+            assert is_staged is (staging == "always")
         request = each.request()
         for number, slot in enumerate(each.source.slots):
             slot[2] = 10 + number
@@ -54,8 +59,9 @@ def test_chunks_are_sent_as_they_are_computed(monkeypatch: Patch) -> None:
         assert each.landed(9, 4, 7) == [4, 2, 3]
 
 
-def test_window_pages_and_rows_arrive_with_the_last_chunk(monkeypatch: Patch) -> None:
-    with pair(monkeypatch, states=True) as each:
+@pytest.mark.parametrize("staging", ["auto", "always"])
+def test_window_pages_and_rows_arrive_with_the_last_chunk(monkeypatch: Patch, staging: str) -> None:
+    with pair(monkeypatch, states=True, STAGING=staging) as each:
         request = each.request()
         # 10 tokens: the last 6 of them lie in the pages 1 and 2 of the prompt.
         request.match(9, 4, 7, states=[[5, 2], [np.array([1])]])
@@ -130,6 +136,23 @@ def test_an_event_that_has_passed_is_seen_by_a_poll(monkeypatch: Patch) -> None:
         each.until(lambda: each.landed(9) == [4])
         request.send(1, 2)
         request.ends(request.receiver, KVPoll.Success)
+
+
+def test_pages_on_a_device_are_lent_when_no_step_writes_them(monkeypatch: Patch) -> None:
+    with pair(monkeypatch) as each:
+        request, waited = each.request(), []
+        request.at_decode()
+        pool = each.decode.thread.pool
+
+        def synchronize(device: str) -> None:
+            waited.append((device, each.lent))
+
+        monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+        monkeypatch.setattr(pool, "device", "cuda:0")
+        request.lend(9, 4, 7)
+        monkeypatch.setattr(pool, "device", "cpu")
+        assert waited == [("cuda:0", [])] and each.lent == [4, 7, 9]
+        request.receiver.clear()
 
 
 @pytest.mark.parametrize(("prefix", "pages"), [(4, [9, 4]), (8, [9])])

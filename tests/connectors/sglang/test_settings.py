@@ -24,6 +24,8 @@ def test_what_is_set_is_read() -> None:
     many = read(MAX_DECODES="5000", DECODES_PER_ADDRESS="3000").bounds
     assert (many.targets, many.decodes_per_address) == (5000, 3000)
     assert read(RATE_LIMIT_BYTES_PER_S="1e6").rate_limit_bytes_per_s == 1e6
+    staged = read(STAGING="always", STAGING_BYTES="4096")
+    assert (staged.staging, staged.staging_bytes) == ("always", 4096)
 
 
 def test_an_empty_variable_and_those_of_others_count_as_not_set() -> None:
@@ -46,6 +48,13 @@ def test_an_empty_variable_and_those_of_others_count_as_not_set() -> None:
         ("RENDEZVOUS_S", "soon", "KVFLOW_SGLANG_RENDEZVOUS_S is 'soon': Expected `float`"),
         ("RENDEZVOUS_S", "-1", "KVFLOW_SGLANG_RENDEZVOUS_S: rendezvous_s -1.0 is not a number of"),
         ("LOST_AFTER_S", "0", "KVFLOW_SGLANG_LOST_AFTER_S: lost_after_s 0.0 is not"),
+        (
+            "STAGING",
+            "never",
+            "KVFLOW_SGLANG_STAGING: staging 'never' is neither 'auto' nor",
+        ),
+        ("STAGING_BYTES", "-1", "KVFLOW_SGLANG_STAGING_BYTES: staging_bytes -1 is below 0"),
+        ("STAGING_BYTES", "1GB", "KVFLOW_SGLANG_STAGING_BYTES is '1GB': Expected `int`"),
         ("DECODE_TP_SIZE", "two", "KVFLOW_SGLANG_DECODE_TP_SIZE is 'two': Expected `int`"),
         ("QUARANTINE_SHARE", "1.5", "KVFLOW_SGLANG_QUARANTINE_SHARE: quarantine_share 1.5"),
         (

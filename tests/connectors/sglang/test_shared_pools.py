@@ -9,7 +9,6 @@ import torch
 
 from kvflow.connectors.sglang import shared_pools
 from kvflow.connectors.sglang.shared_pools import allocate_in_segment, segment_with
-from kvflow.protocols.errors import MisuseError
 from tests.fakes import sglang
 
 # SGLang gives a shape as a tuple, and may give a single length as a number.
@@ -70,6 +69,7 @@ def test_others_allocate_as_usual(disagg: Any, name: str, value: str) -> None:
     assert segment_with(pool.buffers[0].data_ptr()) is None and not pool.buffers[0].any()
 
 
-def test_memory_of_a_device_is_refused(disagg: Any) -> None:
-    with pytest.raises(MisuseError, match="the KV cache is on cuda, and this data plane copies"):
-        allocate_in_segment(Pool.create, Pool("cuda"))
+def test_a_decode_on_a_device_allocates_there(disagg: Any) -> None:
+    pool = Pool("meta")
+    allocate_in_segment(Pool.create, pool)
+    assert {each.device.type for each in pool.buffers} == {"meta"} and not shared_pools._segments

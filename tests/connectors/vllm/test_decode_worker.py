@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,15 +12,24 @@ import kvflow
 from kvflow.connectors.vllm import decode_worker
 from kvflow.connectors.vllm.messages import Computed, Offer
 from kvflow.protocols.errors import Cause, Code
-from tests.connectors.vllm.worker_pair import MANY_GROUPS, NAME, PROMPT, ROOM, Pair, pair
+from tests.connectors.vllm.worker_pair import (
+    MANY_GROUPS,
+    NAME,
+    PATIENCE_S,
+    PROMPT,
+    ROOM,
+    Pair,
+    pair,
+)
 
 
 def fail_at_prefill(each: Pair) -> None:
     each.step_prefill(sources=[each.source()], finished={NAME: True})
 
 
-def test_one_leg_after_the_other() -> None:
-    with pair() as each:
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_one_leg_after_the_other(is_staged: bool) -> None:
+    with pair(is_staged=is_staged) as each:
         each.send_all(3, 1, 2)
         assert not each.sent
         each.load(9, 4, 7)
@@ -116,6 +126,27 @@ def test_it_is_over_while_it_is_written() -> None:
         assert each.lent == [4, 7, 9]
         each.gate.open.set()
         each.ends("sent received")
+
+
+def test_a_staged_load_lands_when_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, may_copy = threading.Event(), threading.Event()
+    copy_in = kvflow.Staging.copy_in
+
+    def held(self: kvflow.Staging, *args: Any) -> bool:
+        copies.set()
+        assert may_copy.wait(PATIENCE_S)
+        return copy_in(self, *args)
+
+    monkeypatch.setattr(kvflow.Staging, "copy_in", held)
+    with pair(is_staged=True) as each:
+        each.send_all(3, 1, 2)
+        each.load(9, 4, 7)
+        assert copies.wait(PATIENCE_S)
+        each.step_decode()
+        assert not each.received and each.lent == [4, 7, 9] and not each.target_pages.any()
+        may_copy.set()
+        each.ends("sent received")
+        each.assert_loaded()
 
 
 def test_it_is_over_when_it_has_landed() -> None:

@@ -201,6 +201,7 @@ def game(
     preempts: bool = False,
     pages: int = PAGES,
     groups: Groups = ONE_GROUP,
+    is_staged: bool = False,
     source_deadline_s: float = 0.1,
     load_deadline_s: float | None = 0.05,
 ) -> Iterator[Game]:
@@ -208,11 +209,13 @@ def game(
     wake, gates = threading.Event(), [Gate() for _ in range(workers)]
     with ExitStack() as stack:
         sources = [
-            new_prefill(rank, gate, wake, timing, source_deadline_s, pool_of(groups))
+            new_prefill(
+                rank, gate, wake, timing, source_deadline_s, pool_of(groups), is_staged=is_staged
+            )
             for rank, gate in enumerate(gates)
         ]
         targets = [
-            new_decode(rank, wake, timing, load_deadline_s, pool_of(groups))
+            new_decode(rank, wake, timing, load_deadline_s, pool_of(groups), is_staged=is_staged)
             for rank in range(workers)
         ]
         sides: list[PrefillWorker | DecodeWorker] = [*sources, *targets]
@@ -243,8 +246,9 @@ def game(
         {"workers": 2},
         {"groups": Groups([FULL._replace(number=1), WINDOW])},
         {"groups": MANY_GROUPS},
+        {"groups": MANY_GROUPS, "is_staged": True},
     ],
-    ids=["one worker", "two workers", "window", "states"],
+    ids=["one worker", "two workers", "window", "states", "staged states"],
 )
 def test_vllms_rules_are_kept(
     cache: dict[str, Any],

@@ -20,8 +20,11 @@ def test_what_is_set_is_read() -> None:
             "quarantine_share": 0.25,
             "max_decodes": 5000,
             "decodes_per_address": 3000,
+            "staging": "always",
+            "staging_bytes": 4096,
         }
     )
+    assert (found.staging, found.staging_bytes) == ("always", 4096)
     assert (found.bounds.targets, found.bounds.decodes_per_address) == (5000, 3000)
     assert (found.source_deadline_s, found.load_deadline_s) == (5.0, 300.0)
     assert found.bootstrap_port == 8998
@@ -54,6 +57,10 @@ def test_the_ranks_of_data_parallel_engines_have_ports_of_their_own() -> None:
         ({"bootstrap_port": 65536}, "bootstrap_port 65536 is outside"),
         ({"bootstrap_port": "8998"}, "Expected `int`, got `str` - at `$.bootstrap_port`"),
         ({"status_port": -1}, "status_port -1 is outside 0..65535"),
+        ({"staging": "never"}, "staging 'never' is neither 'auto' nor 'always'"),
+        ({"staging": None}, "Expected `str`, got `null` - at `$.staging`"),
+        ({"staging_bytes": -1}, "staging_bytes -1 is below 0"),
+        ({"staging_bytes": "1GB"}, "Expected `int`, got `str` - at `$.staging_bytes`"),
         ({"source_deadline_s": -1}, "source_deadline_s -1.0 is not a number of seconds"),
         ({"source_deadline_s": float("nan")}, "source_deadline_s nan is not"),
         ({"source_deadline_s": None}, "$.source_deadline_s"),

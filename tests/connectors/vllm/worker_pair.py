@@ -118,9 +118,14 @@ def new_prefill(
     timing: Timing,
     deadline_s: float,
     pool: kvflow.PagedPool | None = None,
+    *,
+    is_staged: bool = False,
 ) -> PrefillWorker:
     source = new_pool(1) if pool is None else pool
-    thread = kvflow.PrefillThread(source, GatedPlane(gate), registry_port=0, timing=timing)
+    staging = kvflow.Staging(source) if is_staged else None
+    thread = kvflow.PrefillThread(
+        source, GatedPlane(gate), registry_port=0, timing=timing, staging=staging
+    )
     stats = Transfers(f"0.{rank}")
     return PrefillWorker(thread, stats, wake.set, source_deadline_s=deadline_s)
 
@@ -131,9 +136,12 @@ def new_decode(
     timing: Timing,
     deadline_s: float | None,
     pool: kvflow.PagedPool | None = None,
+    *,
+    is_staged: bool = False,
 ) -> DecodeWorker:
-    resolve = kvflow.RegistryClient().resolve
-    thread = kvflow.DecodeThread(pool or new_pool(), "local", resolve=resolve, timing=timing)
+    resolve, target = kvflow.RegistryClient().resolve, pool or new_pool()
+    staging = kvflow.Staging(target) if is_staged else None
+    thread = kvflow.DecodeThread(target, "local", resolve=resolve, timing=timing, staging=staging)
     stats = Transfers(f"0.{rank}")
     return DecodeWorker(thread, stats, wake.set, rank=rank, load_deadline_s=deadline_s)
 
@@ -283,6 +291,7 @@ def pair(
     load_deadline_s: float | None = None,
     lost_after_s: float = 60.0,
     groups: Groups | None = None,
+    is_staged: bool = False,
 ) -> Iterator[Pair]:
     """Prefill's page p holds p + 1. At the end both are at rest.
 
@@ -292,8 +301,8 @@ def pair(
     wake, gate = threading.Event(), Gate()
     timing = Timing(lost_after_s=lost_after_s, heartbeat_s=min(1.0, lost_after_s / 4))
     pools = [None if groups is None else pool_of(groups) for _ in range(2)]
-    prefill = new_prefill(0, gate, wake, timing, source_deadline_s, pools[0])
-    decode = new_decode(0, wake, timing, load_deadline_s, pools[1])
+    prefill = new_prefill(0, gate, wake, timing, source_deadline_s, pools[0], is_staged=is_staged)
+    decode = new_decode(0, wake, timing, load_deadline_s, pools[1], is_staged=is_staged)
     prefill.start()
     decode.start()
     found = Pair(prefill, decode, wake, gate)
