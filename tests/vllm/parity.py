@@ -7,6 +7,7 @@ identical.
     python tests/vllm/parity.py --family qwen3_next --dtype bfloat16
     python tests/vllm/parity.py --family falcon_h1 --no-prefixes  # vLLM's Mamba 2 on CPUs needs it
     python tests/vllm/parity.py --prefill-tp 1 --decode-tp 2      # or any other two
+    python tests/vllm/parity.py --staged                          # transfers through host memory
     python tests/vllm/parity.py --shared 0.8                      # most share a beginning
     python tests/vllm/parity.py --blocks 260                      # so few that vLLM preempts
     python tests/vllm/parity.py --requests 500 --cut-off 0.3      # 30 % are cut off
@@ -30,6 +31,7 @@ from collections import Counter
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -68,6 +70,9 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--prefill-tp", type=int, default=1, help="workers of prefill")
     parser.add_argument("--decode-tp", type=int, default=1, help="workers of decode")
+    parser.add_argument(
+        "--staged", action="store_true", help="transfers pass through 32 MiB of host memory"
+    )
     parser.add_argument("--no-prefixes", action="store_true", help="vLLM without its prefix cache")
     parser.add_argument(
         "--cut-off", type=float, default=0.0, help="share of the requests that is cut off"
@@ -207,7 +212,12 @@ def main() -> int:
         own = ["--dtype", options.dtype]
         own += ["--no-enable-prefix-caching"] if options.no_prefixes else []
         few += own
-        settings = {"transfer_backend": options.plane, "source_deadline_s": 10.0}
+        settings: dict[str, Any] = {
+            "transfer_backend": options.plane,
+            "source_deadline_s": 10.0,
+        }
+        if options.staged:
+            settings |= {"staging": "always", "staging_bytes": 32 << 20}
         both = [
             ["--tensor-parallel-size", str(count)]
             for count in (options.prefill_tp, options.decode_tp)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -26,7 +27,7 @@ from tests.vllm.servers import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.timeout(480)]
 COUNT = 24  # tokens of an answer
-STAGED = {"staging": "always", "staging_bytes": 16 << 20}
+STAGED: dict[str, Any] = {"staging": "always", "staging_bytes": 16 << 20}
 Pair = tuple[Server, Server]
 
 
