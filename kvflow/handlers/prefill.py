@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvflow.aio import ENDS_PROCESS
+from kvflow.aio import ENDS_PROCESS, Turnstile
 from kvflow.handlers.earlier import EarlierShell, log_declared
 from kvflow.handlers.room_log import follow
 from kvflow.handlers.room_log import log as room_log
@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 # they save. An abort ends all pieces of a chunk in one turn of the loop, 40 us each, so there are
 # not too many.
 _PIECE_BYTES, _WRITES_AT_ONCE, _MOST_PIECES = 64 << 20, 4, 48
+# So many routes are opened, and processes begin to be watched, in one turn of the loop. Each takes
+# some 200 us: without a limit, turns take 5 ms and more while thousands of decodes register.
+BEGUN_PER_TURN = 2
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
@@ -204,6 +207,7 @@ class PrefillShell(Shell):
         self.routes: dict[Incarnation, Route] = {}
         self._writes: dict[int, _OpenWrite] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
+        self._opening, self._watching = Turnstile(BEGUN_PER_TURN), Turnstile(BEGUN_PER_TURN)
         self._last_grants: list[tuple[DecodePeer, GrantId]] = []
         self.runners = {
             c.SendToDecode: self._send,
@@ -327,6 +331,7 @@ class PrefillShell(Shell):
             self.endpoint.note_stall(stalled_s)
 
     async def _connect(self, command: c.OpenRoute) -> None:
+        await self._opening.passed()
         route = await self.plane.connect(command.address, command.layout)
         if not callable(getattr(route, "write", None)):
             raise TransferError(
@@ -347,6 +352,7 @@ class PrefillShell(Shell):
             refuse(peer, str(why) or type(why).__name__, self.now())
 
     async def _watch(self, command: c.WatchProcess) -> None:
+        await self._watching.passed()
         if await fenced(self.plane, command.address, self.timing, self.counts):
             self.endpoint.peer_died(command.peer, self.now())
             self.run()

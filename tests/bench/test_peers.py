@@ -19,7 +19,7 @@ def test_frames_are_found_however_the_bytes_arrive() -> None:
 
 
 def test_what_is_too_much_is_a_miss() -> None:
-    calm, busy = ({"stall_p99_ms": 1.0, "cpu_share": share} for share in (0.01, 0.5))
+    calm, busy = ({"stall_p99_ms": 1.0, "resting_cpu": share} for share in (0.01, 0.5))
     lines = peers._judged({"alone": calm, "at rest": busy}, 10, 11.0)
     assert [line["ok"] for line in lines] == [True, True, False, False]
     assert lines[2]["is"] == 0.49
@@ -30,6 +30,8 @@ async def test_a_crowd_goes_through_every_stage() -> None:
     report = await peers.bench_peers(40, 200, 1.0, print)
     stages = report["stages"]
     assert stages["registering"]["sizes"]["decodes"] == 40 and not stages["registering"]["refused"]
+    for name in ("alone", "at rest", "all lost"):
+        assert 0 <= stages[name]["resting_cpu"] < stages[name]["cpu_share"], name
     assert stages["loss of a rack"]["sizes"]["connections"] == 36
     assert stages["registering again"]["sizes"]["displaced decodes"] <= 40
     at_rest = stages["goodbyes of decodes"]["sizes"]

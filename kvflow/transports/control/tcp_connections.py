@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from kvflow.protocols.wire.messages import MAX_FRAME_BYTES
 from kvflow.transports.control.packing import Incoming
@@ -55,8 +54,13 @@ MAX_CONNECTIONS = 2_048  # fewer if the process has few descriptors (`descriptor
 LOOK_AT_ALL, LOOK_AT_SOME, GROWN_BYTES = 256, 64, 16 << 20
 # Connections, or monitor events, that one turn of the event loop handles. This takes some 300 us.
 LOOK_WORK = 64
-_OPENED = zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED
-_EVENTS = _OPENED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+# Plain ints: an expression of an int and a flag of zmq makes another flag, which is slow.
+_OPENED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_CONNECTED)
+_EVENTS = _OPENED | int(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+_READABLE, _NOBLOCK = int(zmq.POLLIN), int(zmq.NOBLOCK)
+# First part of a monitor's message: the event, and the descriptor it is about. pyzmq's parser makes
+# an enum member of both, which takes longer than all else, and keeps one per descriptor.
+_EVENT = struct.Struct("=Hi")
 _TCP_INFO = struct.Struct("128xQ")  # tcp_info.tcpi_bytes_received (linux/tcp.h, since Linux 4.1)
 _names = itertools.count()
 
@@ -203,11 +207,15 @@ class TcpConnections:
 
     def read_events(self) -> bool:
         """Process at most `LOOK_WORK` monitor events. Return False if more may be waiting."""
+        if self._socket.closed:
+            return True
+        receive = self._monitor.recv
         for _ in range(LOOK_WORK):
-            if self._socket.closed or not int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            try:
+                event, descriptor = _EVENT.unpack(receive(_NOBLOCK))
+            except zmq.Again:
                 return True
-            found = parse_monitor_message(self._monitor.recv_multipart())
-            event, descriptor = int(found["event"]), int(found["value"])
+            receive()  # the address of the socket
             if event & _OPENED:
                 # First remove an earlier connection with this descriptor, so that `open` stays in
                 # order of age.
@@ -278,7 +286,7 @@ class TcpConnections:
         self._unfinished.discard(descriptor)
 
     def _look_at(self, found: _Round) -> None:
-        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
+        if int(self._socket.get(zmq.EVENTS)) & _READABLE:
             self._tell_waits()
             found.reliable &= found.all_had_a_turn
         delivered = self._incoming.delivered
@@ -365,9 +373,10 @@ class TcpConnections:
     def _received(self, descriptor: int) -> int | None:
         """Return the bytes received so far; None if the descriptor is no longer one of ours."""
         try:
-            # Only query the socket: ZMQ may close it, and another file may get its number.
-            tcp = socket.socket(
-                socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, fileno=descriptor
+            # Only query the socket: ZMQ may close it, and another file may get its number. The base
+            # class of sockets is enough for that, and a crowd has hundreds of queries a second.
+            tcp = socket.SocketType(
+                socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, descriptor
             )
         except OSError:
             return None
@@ -381,9 +390,9 @@ class TcpConnections:
             tcp.detach()
         return int(_TCP_INFO.unpack(info)[0])
 
-    def _is_ours(self, tcp: socket.socket) -> bool:
+    def _is_ours(self, tcp: socket.SocketType) -> bool:
         """Return True if one end has our port. The descriptor may belong to another file by now."""
-        return any(
-            isinstance(end, tuple) and end[1] == self._port
-            for end in (tcp.getsockname(), tcp.getpeername())
-        )
+        return self._has_port(tcp.getsockname()) or self._has_port(tcp.getpeername())
+
+    def _has_port(self, end: object) -> bool:
+        return isinstance(end, tuple) and end[1] == self._port
