@@ -90,6 +90,26 @@ class TestAtPrefill:
         prefill.endpoint.part(prefill.now)
         assert [peer.incarnation for peer in prefill.endpoint.unparted(prefill.now)] == [DECODE]
 
+    def test_one_tick_looks_at_many_of_a_crowd(self) -> None:
+        """Their heartbeats come one by one, and their silence is noticed together."""
+        crowd = [wire.Incarnation(1000 + number) for number in range(20)]
+        prefill = LonePrefill(bounds=PACED).up(*crowd)
+        for incarnation in crowd:
+            prefill.hear(beat(target=incarnation))  # it may be silent for 25 s from now on
+            prefill.tick(0.005)
+        # Timers of the usual silence are set anew.
+        prefill.tick(5.0)
+        due = [prefill.endpoint.core.silent_at_s(peer) for peer in prefill.endpoint.peers]
+        may_be = [peer.received_at_s + 25.0 for peer in prefill.endpoint.peers]
+        assert all(0 <= at - least < 0.2 for at, least in zip(due, may_be, strict=True))
+        assert len(set(due)) <= 2 < len(set(may_be))
+        ticks = 0
+        while not all(phase_of(peer) is PeerPhase.SILENT for peer in prefill.endpoint.peers):
+            prefill.tick(max(prefill.endpoint.next_tick() - prefill.now, 0.0))
+            ticks += 1
+        assert ticks <= 4
+        assert min(due) <= prefill.now <= max(due) + 0.001
+
 
 def heartbeat(pace_ms: int) -> wire.Heartbeat:
     return wire.Heartbeat(source=PREFILL, target=DECODE, pace_ms=pace_ms)

@@ -414,8 +414,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
                 # The decode is gone and its last writes are awaited, or it is parting.
                 return
             silent_s = core.silent_after_s(peer)
-            if (due_at_s := peer.received_at_s + silent_s) > now:
-                core.deadlines.set(timer, due_at_s)
+            if peer.received_at_s + silent_s > now:
+                core.deadlines.set(timer, core.silent_at_s(peer))
             else:
                 text = f"decode {peer.incarnation:016x} was silent for {silent_s:g} s"
                 core.feed_peer(peer, PeerKind.SILENCE_DUE, now, Cause(Code.PEER_LOST, text))

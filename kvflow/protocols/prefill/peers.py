@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from typing import Any
@@ -42,6 +43,8 @@ from kvflow.protocols.wire.messages import (
 )
 
 WITHDRAWN = Cause(Code.CLIENT_GONE, "decode has withdrawn the room")
+# The silence of a paced decode is noticed this share of its pace later, at most.
+_SILENCE_GRAIN = 0.01
 _NO_GRANT = GrantId(0)
 _NO_CAUSE = Cause(Code.PEER_LOST)  # for peer events that end no room
 
@@ -358,6 +361,14 @@ class PrefillPeers(Core):
         asked for.
         """
         return self.timing.lost_after_s + (peer.pace_s if peer.grants.all_ended else 0.0)
+
+    def silent_at_s(self, peer: DecodePeer) -> float:
+        """Return when to look whether a decode is silent: when it may be, or a little later."""
+        at_s = peer.received_at_s + self.silent_after_s(peer)
+        # Of a crowd, one tick looks at many. With a tick for each, an idle prefill would wake a
+        # hundred times per second for it.
+        grain_s = peer.pace_s * _SILENCE_GRAIN
+        return math.ceil(at_s / grain_s) * grain_s if grain_s else at_s
 
     # --- what a decode sends
 

@@ -51,7 +51,7 @@ MAX_CONNECTIONS = 2_048  # fewer if the process has few descriptors (`descriptor
 # Up to so many connections are all inspected in each round. Above, a round inspects those with a
 # long unfinished message, and so many of the others in turn, while this process does not grow by
 # more than GROWN_BYTES: unfinished messages take memory.
-LOOK_AT_ALL, LOOK_AT_SOME, GROWN_BYTES = 256, 64, 16 << 20
+LOOK_AT_ALL, LOOK_AT_SOME, GROWN_BYTES = 256, 16, 16 << 20
 # Connections, or monitor events, that one turn of the event loop handles. This takes some 300 us.
 LOOK_WORK = 64
 # Plain ints: an expression of an int and a flag of zmq makes another flag, which is slow.
