@@ -58,10 +58,10 @@ class CrowdNode:
         return {}
 
     async def watched(self) -> dict[str, Any]:
-        """End the measurement, and return stalls in ms and the share of one core."""
+        """End the measurement, and return stalls in ms, CPU seconds and the share of one core."""
         used_s, seconds = cpu_s() - self._cpu_s, time.perf_counter() - self._begun_s
         found = {} if self._ticker is None else self._ticker.stalls()
-        return {**found, "cpu_share": round(used_s / seconds, 4)}
+        return {**found, "cpu_s": round(used_s, 4), "cpu_share": round(used_s / seconds, 4)}
 
     async def silent(self, *, count: int, within_s: float) -> dict[str, Any]:
         """Wait until so many decodes count as silent."""

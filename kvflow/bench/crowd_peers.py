@@ -2,10 +2,10 @@
 
     python -m kvflow.bench.crowd_peers
 
-Commands: setup, register, beat, rooms, figures, vanish, part, quit. Each decode registers, sends
-heartbeats, lends pages for rooms and says goodbye in real frames; `local` writes into real memory.
-It has no endpoint: it takes every answer as good, so that thousands fit beside the node on one
-machine.
+Commands: setup, register, beat, beat_once, rooms, figures, vanish, part, quit. Each decode
+registers, sends heartbeats, lends pages for rooms and says goodbye in real frames; `local` writes
+into real memory. It has no endpoint: it takes every answer as good, so that thousands fit beside
+the node on one machine.
 """
 
 from __future__ import annotations
@@ -181,6 +181,17 @@ class Crowd:
             self._beats = asyncio.create_task(self._beat())
         return {}
 
+    async def beat_once(self) -> dict[str, Any]:
+        """Let each decode send one heartbeat, and wait until all are answered."""
+        decodes = [decode for decode in self.decodes.values() if decode.up]
+        answered = self.seen["Heartbeat"] + len(decodes)
+        for number, decode in enumerate(decodes):
+            decode.beat()
+            if number % 32 == 31:
+                await asyncio.sleep(0)
+        await self._until(lambda: self.seen["Heartbeat"] >= answered)
+        return {"beats": len(decodes)}
+
     async def rooms(self, *, first: int, count: int) -> dict[str, Any]:
         """Lend pages for `count` rooms, each of the next decode, and wait until all end."""
         begun, decodes = time.perf_counter(), [d for d in self.decodes.values() if d.up]
@@ -231,6 +242,7 @@ class Crowd:
             self._changed.set()
         elif type(got) is wire.Heartbeat:
             decode.pace_s = got.pace_ms / 1000
+            self._changed.set()
         elif type(got) is wire.ChunkDone:
             self.round_trips_s.append(time.perf_counter() - self._awaited.pop(got.room))
             decode.settled, decode.beats_at_s = GrantId(got.grant + 1), 0.0

@@ -20,9 +20,11 @@ def test_frames_are_found_however_the_bytes_arrive() -> None:
 
 def test_what_is_too_much_is_a_miss() -> None:
     calm, busy = ({"stall_p99_ms": 1.0, "resting_cpu": share} for share in (0.01, 0.5))
-    lines = peers._judged({"alone": calm, "at rest": busy}, 10, 11.0)
-    assert [line["ok"] for line in lines] == [True, True, False, False]
-    assert lines[2]["is"] == 0.49
+    lines = peers._judged({"alone": calm, "at rest": busy}, 10, 11.0, 0.001)
+    assert [line["ok"] for line in lines] == [True, True, False, True, False]
+    assert [line["is"] for line in lines[2:4]] == [0.49, 0.01]
+    (late,) = peers._judged({"alone": calm, "at rest": busy}, 5000, 9.0, 0.001)[3:4]
+    assert late["is"] == 0.1 and not late["ok"], "a hundred per second is what prefill asks for"
 
 
 @pytest.mark.slow
@@ -38,4 +40,5 @@ async def test_a_crowd_goes_through_every_stage() -> None:
     kept = {"displaced decodes", "parted decodes", "tasks", "connections"}
     assert not any(size for name, size in at_rest.items() if name not in kept), at_rest
     assert at_rest["parted decodes"] == 40
-    assert len(report["must"]) == len(stages) + 2
+    assert report["cpu_us_per_heartbeat"] > 0
+    assert len(report["must"]) == len(stages) + 3
