@@ -70,7 +70,7 @@ class _Stages:
         """Return the CPU seconds that the node takes per heartbeat when all decodes send one."""
         await self.crowd.ask("beat", on=False)
         await self.node.ask("watch", stalls=False)
-        beats = (await self.crowd.ask("beat_once"))["beats"]
+        beats = int((await self.crowd.ask("beat_once"))["beats"])
         used_s = float((await self.node.ask("watched"))["cpu_s"])
         await self.crowd.ask("beat", on=True)
         self._say(f"{beats} heartbeats at once: {1e6 * used_s / beats:.0f} us of CPU each")
