@@ -13,7 +13,7 @@ from kvflow.handlers.room_log import about, follow
 from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import DecodeRoom, RoomStores
 from kvflow.handlers.shell import Shell
-from kvflow.handlers.verify import Begin, ChunkVerifier
+from kvflow.handlers.verify import Begin, ChunkVerifier, chunk_places, summed_at_once
 from kvflow.protocols import commands as c
 from kvflow.protocols.decode.endpoint import DecodeEndpoint
 from kvflow.protocols.decode.records import Prompt
@@ -420,6 +420,12 @@ class DecodeShell(Shell):
             self.guard(self._lend_waiting, "lending pages of staging")
 
     def _verify(self, command: c.VerifyChunk) -> None:
+        if self.arrivals is None and (checksum := self._sum_at_once(command)):
+            # The commands that follow from this run in the same turn.
+            self.endpoint.chunk_summed(
+                command.grant, command.rank, command.seq, checksum, self.now()
+            )
+            return
         if (verifier := self._verifiers.get(command.grant)) is None:
             begin = _check(self.checksums, self.arrivals)
             holding = self.rooms[command.grant].holding
@@ -428,6 +434,16 @@ class DecodeShell(Shell):
             self._verifiers[command.grant] = verifier
         ended = functools.partial(self._summed, command)
         verifier.begin(command.spans, command.served, command.fine, ended)
+
+    def _sum_at_once(self, command: c.VerifyChunk) -> bytes:
+        """Return the checksum of a small chunk. Its pages need no hold, because they cannot be
+        freed before this returns.
+        """
+        assert self.checksums is not None
+        holding, fine = self.rooms[command.grant].holding, command.fine
+        pages = chunk_places(holding.layout, holding.pages, command.spans, fine)
+        of = (command.served,) if fine is None else (command.served, fine.page_sizes)
+        return summed_at_once(self.checksums, pages, *of)
 
     def _summed(self, command: c.VerifyChunk, checksum: bytes, error: str) -> None:
         self.endpoint.chunk_summed(

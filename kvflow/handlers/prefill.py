@@ -17,7 +17,7 @@ from kvflow.handlers.room_log import follow
 from kvflow.handlers.room_log import log as room_log
 from kvflow.handlers.rooms import PrefillRoom
 from kvflow.handlers.shell import Shell, fenced
-from kvflow.handlers.verify import NoSum, begun
+from kvflow.handlers.verify import NoSum, begun, summed_at_once
 from kvflow.protocols import commands as c
 from kvflow.protocols.errors import CapacityError, Cause, TransferError
 from kvflow.protocols.pages import spaces
@@ -57,6 +57,7 @@ class _OpenWrite(NamedTuple):
     write: Write
     held_pages: PageIndices
     room: PrefillRoom
+    checksum: bytes  # of the source pages, if it was computed at once
 
 
 class _EndedWrite:
@@ -451,32 +452,38 @@ class PrefillShell(Shell):
     def _start_write(self, command: c.StartWrite) -> None:
         """Start a write. `send_chunk` already holds its source pages."""
         room = self.rooms[command.serial]
-        write = self._write_of(command, room)
+        write, checksum = self._write_of(command, room)
         held = command.source_pages if command.held_pages is None else command.held_pages
-        self._writes[command.write] = _OpenWrite(write, held, room)
+        self._writes[command.write] = _OpenWrite(write, held, room, checksum)
         room.writes[command.write] = write
         # The callback runs in a later turn, so no room ends inside the engine's call to `send`.
         write.done.add_done_callback(functools.partial(self._write_ended, command.write))
 
-    def _write_of(self, command: c.StartWrite, room: PrefillRoom) -> Write:
+    def _write_of(self, command: c.StartWrite, room: PrefillRoom) -> tuple[Write, bytes]:
+        """Return the write of a chunk, and its checksum if that was computed at once."""
         if not command.source_pages.size:
-            return _EndedWrite(WriteOutcome.LANDED)
+            return _EndedWrite(WriteOutcome.LANDED), b""
         if (checksums := self.checksums) is None:
-            return self._begin_write(command, room)
+            return self._begin_write(command, room), b""
+        of: tuple[Any, ...] = (command.source_pages,)
+        if command.page_sizes:
+            of = (*of, None, command.page_sizes)
+        is_next = len(room.writes) < _WRITES_AT_ONCE
+        if is_next and (checksum := summed_at_once(checksums, *of)):
+            return self._begin_write(command, room), checksum
 
         def parts() -> tuple[Write, ChecksumTask]:
             write = self._begin_write(command, room)
             if isinstance(write, _EndedWrite):
                 return write, NoSum("")
-            fine = (None, command.page_sizes) if command.page_sizes else ()
-            return write, begun(checksums.begin, command.source_pages, *fine)
+            return write, begun(checksums.begin, *of)
 
         write = ChecksummedWrite(parts)
-        if len(room.writes) < _WRITES_AT_ONCE:
+        if is_next:
             write.begin()
         else:
             room.queued.append(write.begin)
-        return write
+        return write, b""
 
     def _begin_write(self, command: c.StartWrite, room: PrefillRoom) -> Write:
         try:
@@ -496,11 +503,12 @@ class PrefillShell(Shell):
         return write
 
     def _write_ended(self, number: int, done: asyncio.Future[WriteOutcome]) -> None:
-        write, held_pages, room = self._writes.pop(number)
+        write, held_pages, room, checksum = self._writes.pop(number)
         del room.writes[number]
         outcome, error, landed_bytes = write_report(write)
         room.landed_before += landed_bytes
-        checksum = write.checksum if isinstance(write, ChecksummedWrite) else b""
+        if isinstance(write, ChecksummedWrite):
+            checksum = write.checksum
         self.endpoint.write_ended(number, outcome, self.now(), error=error, checksum=checksum)
         self.counts.bytes_written += landed_bytes
         # A late checksum still reads the pages, so they stay held until its thread returns.

@@ -2,7 +2,8 @@
 checksums of the pages that landed, and decode's endpoint compares the two.
 
 Checksums run in threads, in parallel with writes and with each other. Pages stay held while a
-thread reads them, even after its checksum timed out (I13).
+thread reads them, even after its checksum timed out (I13). Those of a few bytes are computed on the
+event loop, at once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvflow.protocols.pages.coverage import Served
 from kvflow.protocols.pages.fine import FinePages
 from kvflow.protocols.pages.layout import PageIndices, PoolLayout
 from kvflow.protocols.pages.spaces import Counts, Span, taken
-from kvflow.protocols.ports import ChecksumTask
+from kvflow.protocols.ports import Checksums, ChecksumTask
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,27 @@ def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
         return NoSum(f"it could not be begun: {type(error).__name__}: {error}")
 
 
+def summed_at_once(sums: Checksums, *of: Any) -> bytes:
+    """Return the checksum if it takes no thread, otherwise empty bytes. If this fails, `begun`
+    reports why.
+    """
+    try:
+        return sums.at_once(*of)
+    except ENDS_PROCESS:
+        raise
+    except BaseException:  # noqa: BLE001 - the thread meets the same error
+        return b""
+
+
+def chunk_places(
+    layout: PoolLayout, places: PageIndices, spans: tuple[Span, ...], fine: FinePages | None
+) -> PageIndices:
+    """Return the places at the positions `spans` of a room's list of places or, with `fine`, of its
+    fine pages.
+    """
+    return taken(places if fine is None else fine.of(layout, places), spans)
+
+
 class ChunkVerifier:
     """The running checksums of one decode room or, with staging, the copies to its pages."""
 
@@ -96,12 +118,10 @@ class ChunkVerifier:
         # The room keeps its pages until the thread is done with them, even if the room ends first
         # (I13).
         self._pages.feed(PageKind.USE)
-        lent, pages = self._pages.lent, self._pages.pages
-        sizes: Counts = ()
-        if fine is not None:
-            lent = fine.of(self._lent_layout, lent)
-            pages, sizes = fine.of(self._pages.layout, pages), fine.page_sizes
-        task = begun(self._begin, taken(lent, spans), taken(pages, spans), served, sizes)
+        lent = chunk_places(self._lent_layout, self._pages.lent, spans, fine)
+        pages = chunk_places(self._pages.layout, self._pages.pages, spans, fine)
+        sizes: Counts = () if fine is None else fine.page_sizes
+        task = begun(self._begin, lent, pages, served, sizes)
         self._running.add(task)
 
         def released(_: object) -> None:

@@ -80,34 +80,40 @@ class PageChecksums(PageTasks):
         self._turn_bytes = 0  # bytes summed on the event loop in its current turn
         self._closed = False
 
+    def at_once(
+        self,
+        pages: PageIndices,
+        served: tuple[Served, ...] | None = None,
+        page_sizes: Counts = (),
+    ) -> bytes:
+        """Return the checksum if so few bytes are summed that passing them to a thread would cost
+        more, otherwise empty bytes.
+
+        The bytes count against the limit for one turn of the event loop.
+        """
+        sums = self._sums.in_pages_of(page_sizes) if page_sizes else self._sums
+        places = sums.layout.split(pages)
+        cost = sums.cost_bytes(places)
+        if cost > AT_ONCE_BYTES or self._turn_bytes + cost > _TURN_BYTES:
+            return b""
+        if self._closed or not sums.as_it_lies(served):
+            return b""
+        if not self._turn_bytes:
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+        self._turn_bytes += cost
+        return sums.sum(places, None, _never)
+
     def begin(
         self,
         pages: PageIndices,
         served: tuple[Served, ...] | None = None,
         page_sizes: Counts = (),
-    ) -> PageTask | SummedAtOnce:
+    ) -> PageTask:
         sums = self._sums.in_pages_of(page_sizes)
         places = sums.layout.split(pages)
-        if self._few(sums, places, served):
-            return SummedAtOnce(sums.sum(places, served, lambda: False))
         return self.start(
             functools.partial(sums.sum, places, served), len(places[0]), self._mapped_by
         )
-
-    def _few(self, sums: PoolSums, places: Places, served: tuple[Served, ...] | None) -> bool:
-        """Return True if so few bytes are summed that passing them to a thread would cost more.
-
-        They then count against the limit for one turn of the event loop.
-        """
-        cost = sums.cost_bytes(places)
-        if cost > AT_ONCE_BYTES or self._turn_bytes + cost > _TURN_BYTES:
-            return False
-        if self._closed or not sums.as_it_lies(served):
-            return False
-        if not self._turn_bytes:
-            asyncio.get_running_loop().call_soon(self._begin_turn)
-        self._turn_bytes += cost
-        return True
 
     def _begin_turn(self) -> None:
         self._turn_bytes = 0
@@ -121,20 +127,8 @@ class PageChecksums(PageTasks):
             self._mapped_by = ()
 
 
-class SummedAtOnce:
-    """A checksum that was computed on the event loop. Implements `protocols.ports.ChecksumTask`."""
-
-    error = ""
-
-    def __init__(self, checksum: bytes) -> None:
-        loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[bytes] = loop.create_future()
-        self.released: asyncio.Future[None] = loop.create_future()
-        self.done.set_result(checksum)
-        self.released.set_result(None)
-
-    def cancel(self) -> None:
-        """Do nothing, because the checksum is known already."""
+def _never() -> bool:
+    return False
 
 
 class PoolSums:
@@ -144,17 +138,22 @@ class PoolSums:
         self.layout, self._stores = layout, stores_of(layout)
         self._gathered = functools.lru_cache(SHARES)(functools.partial(_gathered, layout))
         self._fine = functools.lru_cache(FINE)(lambda sizes: PoolSums(in_pages_of(layout, sizes)))
+        self._place_costs = [
+            sum(max(s.size_bytes, _STRETCH_COST_BYTES) for s in stretches)
+            for stretches in self._stores
+        ]
+        self._lies = functools.lru_cache(SHARES)(functools.partial(is_as_it_lies, layout))
 
     def cost_bytes(self, places: Places) -> int:
         """Return the bytes of `places`, where a short stretch counts as some more."""
-        return sum(
-            indices.size * sum(max(s.size_bytes, _STRETCH_COST_BYTES) for s in stretches)
-            for indices, stretches in zip(places, self._stores, strict=True)
-        )
+        costs = self._place_costs
+        if len(costs) == 1:
+            return places[0].size * costs[0]
+        return sum(indices.size * cost for indices, cost in zip(places, costs, strict=True))
 
     def as_it_lies(self, served: tuple[Served, ...] | None) -> bool:
         """Return True if nothing must be gathered for a checksum of what one rank served."""
-        return served is None or self._gathered(served) is None
+        return served is None or self._lies(served)
 
     def in_pages_of(self, page_sizes: Counts) -> PoolSums:
         """Return the sums over fine pages of these sizes (see `pages.fine`), or these sums if no
@@ -179,6 +178,7 @@ class PoolSums:
     def close(self) -> None:
         self._stores = tuple([] for _ in self._stores)
         self._gathered.cache_clear()
+        self._lies.cache_clear()
         self._fine.cache_clear()
 
 

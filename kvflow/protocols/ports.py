@@ -259,6 +259,16 @@ class Checksums(Protocol):
     however the pools are laid out and divided.
     """
 
+    def at_once(
+        self,
+        pages: PageIndices,
+        served: tuple[Served, ...] | None = None,
+        page_sizes: Counts = (),
+    ) -> bytes:
+        """Return the checksum of a few bytes that take some 10 us, or empty bytes if `begin` must
+        compute it in a thread. The arguments are those of `begin`.
+        """
+
     def begin(
         self,
         pages: PageIndices,

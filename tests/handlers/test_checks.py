@@ -51,6 +51,9 @@ class SlowChecksums(PageChecksums):
         super().__init__(pool)
         self.begun: list[SlowSum] = []
 
+    def at_once(self, *_: object) -> bytes:
+        return b""
+
     def begin(  # type: ignore[override]
         self, pages: PageIndices, served: object = None, page_sizes: object = ()
     ) -> SlowSum:
@@ -95,8 +98,12 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-@pytest_asyncio.fixture
-async def p(kvflow_pair: Pair) -> AsyncIterator[Pair]:
+@pytest_asyncio.fixture(params=["small sums at once", "all sums in threads"])
+async def p(
+    kvflow_pair: Pair, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Pair]:
+    if request.param == "all sums in threads":
+        monkeypatch.setattr("kvflow.memory.checksum.AT_ONCE_BYTES", 0)
     for node in kvflow_pair.nodes:
         verify(node)
     yield kvflow_pair
@@ -149,6 +156,34 @@ async def test_a_verified_room(p: Pair, chunks: int) -> None:
     target.close()
     assert len(set(sums)) == chunks and all(len(checksum) == 8 for checksum in sums)
     assert p.decode.counts.mismatched == 0
+
+
+@pytest.mark.parametrize("p", ["small sums at once"], indirect=True)
+async def test_small_chunks_are_verified_without_a_thread(
+    p: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[PageIndices] = []
+    begin = PageChecksums.begin
+
+    def watched(sums: PageChecksums, pages: PageIndices, *of: Any) -> Any:
+        begun.append(pages)
+        return begin(sums, pages, *of)
+
+    monkeypatch.setattr(PageChecksums, "begin", watched)
+    corrupt(p, seq=1, page=3)
+    _, target = await sending(p, chunks=2)
+    with pytest.raises(KvflowError, match="chunk 1 of rank 0: checksum"):
+        await target.landed()
+    await p.rest()
+    assert not begun and p.decode.counts.mismatched == 1
+    # The same chunks in threads: the limit for a turn of the loop is used up.
+    monkeypatch.setattr("kvflow.memory.checksum._TURN_BYTES", 0)
+    corrupt(p, seq=1, page=3)
+    _, target = await sending(p, chunks=2)
+    with pytest.raises(KvflowError, match="chunk 1 of rank 0: checksum"):
+        await target.landed()
+    await p.rest()
+    assert len(begun) == 4 and p.decode.counts.mismatched == 2
 
 
 def in_pieces(p: Pair, pages: int) -> list[ChunkDone]:
@@ -453,9 +488,9 @@ async def test_a_checksum_at_decode_that_does_not_come_back_ends_the_room(
     ) as seen:
         await target.landed()
     assert seen.value.code is Code.ENGINE_ERROR
-    plane.release()
     if chunks == 2:  # else its writes had all landed, and prefill is done
         assert await code_of(source.done()) is Code.ENGINE_ERROR
+    plane.release()
     await until(lambda: target.ended and not len(ledger(p.decode)))
     waiting = asyncio.ensure_future(target.released())
     await turns(10)

@@ -15,6 +15,7 @@ from kvflow.memory import checksum, page_tasks
 from kvflow.memory.checksum import PageChecksums
 from kvflow.memory.pool import PagedPool
 from kvflow.protocols.errors import LayoutError
+from kvflow.protocols.pages.coverage import served_of
 from kvflow.protocols.pages.layout import Order, build_layout, opaque_layout
 from tests.transports.peer_process import until
 
@@ -113,25 +114,34 @@ async def test_small_sums_need_no_thread_up_to_a_limit_per_turn_of_the_loop() ->
         build_layout([("k", "uint8", (1 << 14,))], page_size=1, num_pages=16), shared=False
     )
     sums = PageChecksums(made)
-    begun = [sums.begin(pages(n)) for n in range(16)]
     at_once = checksum._TURN_BYTES >> 14
-    assert [task.done.done() for task in begun] == [True] * at_once
-    large = sums.begin(pages(*range(5)))  # 80 KiB
-    assert not large.done.done()
-    small = sums.begin(pages(0))
-    assert not small.done.done(), "the bytes of this turn are used up"
-    assert await small.done == begun[0].done.result() == xxh3_64(made.array("k")[0]).digest()
-    await large.released
-    await until(lambda: not sums._running)
-    assert sums.begin(pages(1)).done.done(), "another turn has begun"
-    begun[0].cancel()
+    assert not sums.at_once(pages(*range(5))), "80 KiB"
+    found = [sums.at_once(pages(n)) for n in range(at_once)]
+    assert found == [xxh3_64(made.array("k")[n]).digest() for n in range(at_once)]
+    assert not sums.at_once(pages(0)), "the bytes of this turn are used up"
+    assert not sums._running
+    in_thread = sums.begin(pages(0))
+    assert not in_thread.done.done()
+    assert await in_thread.done == found[0]
+    assert sums.at_once(pages(1)) == found[1], "another turn has begun"
     await sums.close()
+    assert not sums.at_once(pages(1)), "the pool may be unmapped"
     made.close()
+
+
+async def test_small_sums_of_what_one_rank_served_are_those_of_its_pages() -> None:
+    made = pool(streams=STREAMS[:4])
+    sums = PageChecksums(made)
+    whole = served_of(made.layout)
+    assert sums.at_once(pages(1, 2), whole) == await sums.begin(pages(1, 2), whole).done
+    assert not sums.at_once(pages(1), whole[1:]), "its parts must be gathered first"
+    assert len(await sums.begin(pages(1), whole[1:]).done) == 8
+    await sums.close()
 
 
 async def test_many_short_stretches_are_summed_in_a_thread() -> None:
     sums = PageChecksums(pool("layer_first"))
-    assert not sums.begin(pages(1)).done.done()
+    assert not sums.at_once(pages(1))
     await sums.close()
 
 
