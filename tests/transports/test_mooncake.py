@@ -62,6 +62,27 @@ async def test_a_write_to_a_receiver_that_is_killed_is_unproven() -> None:
     await side.close()
 
 
+async def test_a_block_that_lands_during_its_submission_ends_its_write_at_once(
+    side: Side, peer: Peer
+) -> None:
+    side.fill(1)
+    route = await connected(side, peer)
+    submit, check = route.submit, route.check
+
+    def land(*block: object) -> int:
+        handle: int = submit(*block)
+        while not (status := check(handle)):
+            pass
+        assert status == 1
+        return handle
+
+    # The engine forgets a handle that it was asked for once it has ended.
+    route.submit, route.check = land, lambda _: 1
+    job = route.begin(route.write_of(route.thread, pages(0), pages(0)))
+    assert job.advance(1 << 20, False) == job.landed_bytes == side.pool.layout.page_bytes
+    assert job.outcome is WriteOutcome.LANDED and not any(under_way(side).values())
+
+
 async def test_a_cancelled_write_waits_for_a_frozen_receiver_at_little_cost(side: Side) -> None:
     side.fill(1)
     async with spawned("mooncake") as peer, spawned("mooncake") as other:

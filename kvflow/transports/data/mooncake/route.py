@@ -87,6 +87,9 @@ class _WindowJob(PlannedJob):
         ended = self._follow()
         stopped = cancelled or self.error
         submitted = self._submit(max_bytes) if self._blocks.left_bytes and not stopped else 0
+        if submitted and not self._blocks.left_bytes:
+            # The engine's thread often moves a small block before its submission returns.
+            ended += self._follow()
         left_s = (self._write.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
         pause_s = self._route.pause_s / 2 if stopped else min(left_s, self._route.pause_s)
         self.pause_s = pause_s if submitted < max_bytes else 0.0
