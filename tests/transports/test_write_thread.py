@@ -15,6 +15,7 @@ import pytest
 
 from kvflow.protocols.errors import MisuseError, TransferError
 from kvflow.protocols.ports import WriteOutcome
+from kvflow.transports.data import write_thread
 from kvflow.transports.data.write_thread import ThreadWrite, WriteThread
 from tests.transports.peer_process import end_of, pages, until
 
@@ -303,6 +304,97 @@ async def test_the_thread_waits_as_a_job_says_longer_each_time_that_nothing_has_
         write = works.submit(Paced(*begin, (10, 0.0), (10, 0.0), (-1, 0.002), (10, 0.0)))
         assert await end_of(write) is WriteOutcome.LANDED
         assert [wait for wait in inbox.waits if wait] == [0.0005, 0.00075, 0.0005, 0.002]
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setattr(write_thread, "time", clock := Clock())
+    return clock
+
+
+class Brief(Slices):
+    """A job whose block may land at any moment. Each turn takes 50 us, and the last one ends it."""
+
+    pause_s = 0.00001
+
+    def __init__(self, clock: Clock, turns: int) -> None:
+        super().__init__("brief", turns, [], [True])
+        self.clock, self.turns = clock, turns
+
+    def advance(self, max_bytes: int, cancelled: bool) -> int:
+        self.clock.now += 0.00005
+        first, self.left = not self.landed_bytes, self.left - 1
+        self.landed_bytes += 1
+        self.outcome = None if self.left else WriteOutcome.LANDED
+        return 1 if first else -1
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "turns", "waits"),
+    [
+        (1.0, 4, []),
+        # It spins for 200 us, and sleeps from then on.
+        (1.0, 7, [0.00005, 0.000075]),
+        # After a shorter idle time it never spins.
+        (0.0003, 3, [0.00005, 0.000075]),
+    ],
+)
+async def test_after_an_idle_time_the_thread_spins_for_a_brief_write(
+    clock: Clock, idle_s: float, turns: int, waits: list[float]
+) -> None:
+    async with started(inbox=(inbox := Inbox())) as works:
+        await until(lambda: bool(inbox.waits))
+        clock.now += idle_s
+        assert await end_of(works.submit(Brief(clock, turns))) is WriteOutcome.LANDED
+        assert [wait for wait in inbox.waits if wait] == pytest.approx(waits)
+
+
+async def test_the_thread_spins_for_no_write_that_has_company(clock: Clock) -> None:
+    class Crowded(Brief):
+        def advance(self, max_bytes: int, cancelled: bool) -> int:
+            # The second write arrives while the thread spins for the first one.
+            if self.turns - self.left == 1:
+                works.thread._inbox.put(second)
+            return super().advance(max_bytes, cancelled)
+
+    async with started(inbox=(inbox := Inbox())) as works:
+        second = ThreadWrite(works.thread, works, pages(0), pages(0), 10)
+        works.jobs[second] = Brief(clock, 2)
+        await until(lambda: bool(inbox.waits))
+        clock.now += 1.0
+        write = works.submit(Crowded(clock, 3))
+        assert [await end_of(write), await end_of(second)] == [WriteOutcome.LANDED] * 2
+        assert [wait for wait in inbox.waits if wait] == pytest.approx([0.00005])
+
+
+class Together(Inbox):
+    """What arrives at an idle thread waits for `complete`, so that the thread finds all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.complete = threading.Event()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        item = super().get(block, timeout)
+        self.complete.wait(20)
+        return item
+
+
+async def test_the_thread_spins_for_no_writes_that_arrive_together(clock: Clock) -> None:
+    async with started(inbox=(inbox := Together())) as works:
+        await until(lambda: bool(inbox.waits))
+        clock.now += 1.0
+        writes = [works.submit(Brief(clock, turns)) for turns in (2, 3)]
+        inbox.complete.set()
+        assert [await end_of(write) for write in writes] == [WriteOutcome.LANDED] * 2
+        assert [wait for wait in inbox.waits if wait] == pytest.approx([0.00005] * 2)
 
 
 async def test_a_thread_that_is_closing_admits_nothing() -> None:
