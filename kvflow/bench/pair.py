@@ -139,21 +139,25 @@ class WorkerPair(Closed):
         )
         return seen[0], seen[1]
 
-    async def raw_setup(self, **sample: int) -> dict[str, Any]:
+    async def raw_setup(self, **options: bool) -> dict[str, Any]:
         """Prepare bare writes, and return the fastest way of driving the bare plane."""
-        return await self.prefill.ask("raw_setup", **await self.decode.ask("exported"), **sample)
+        return await self.prefill.ask("raw_setup", **await self.decode.ask("exported"), **options)
 
     async def bare_setup(self) -> None:
-        """Prepare bare exchanges, whose writes are as fast as the bare plane moves one page."""
-        await self.raw_setup(sample_pages=1)
+        """Prepare bare exchanges."""
+        # Writes in a row land before their submission returns, so tuning would choose at random.
+        # An exchange is fastest if the writer spins.
+        await self.raw_setup(tuned=False)
         await self.decode.ask("bare_setup", **await self.prefill.ask("bare_setup"))
 
-    async def bare_rooms(self, count: int) -> list[float]:
-        """Run `count` bare exchanges, one after the other, and return the seconds of each."""
+    async def bare_rooms(self, count: int, *, apart: bool = False) -> list[float]:
+        """Run `count` bare exchanges, one after the other, and return the seconds of each. For
+        `apart` see `BarePrefill.rooms`.
+        """
         first, self._next_room = self._next_room, self._next_room + count
         # `rooms` pauses, too.
         await asyncio.sleep(START_DELAY_S)
-        _, decode = await self.both("bare_rooms", first=first, count=count)
+        _, decode = await self.both("bare_rooms", first=first, count=count, apart=apart)
         return list(decode["seconds"])
 
     async def raw(self, count: int, pages: int) -> float:

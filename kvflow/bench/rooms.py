@@ -45,11 +45,23 @@ async def ours(pair: WorkerPair, concurrency: int, count: int) -> Row:
 
 
 async def beside_bare(pair: WorkerPair) -> Row:
-    """Measure rooms one at a time, and the same messages and writes without kvflow."""
+    """Measure rooms one at a time, and the same messages and writes without kvflow.
+
+    `apart` is for the bare exchanges whose writes have a thread of their own.
+    """
     prefill, decode = await pair.rooms(BARE_ROOMS, 1, 1)
     mine = row(decode["opened"], decode["done"], prefill["cpu_s"], decode["cpu_s"])["p50_ms"]
-    bare = float(np.median(await pair.bare_rooms(BARE_ROOMS))) * 1e3
-    return {"room_p50_ms": mine, "bare_p50_ms": bare, "ratio": mine / bare}
+    bare, apart = [
+        float(np.median(await pair.bare_rooms(BARE_ROOMS, apart=each))) * 1e3
+        for each in (False, True)
+    ]
+    return {
+        "room_p50_ms": mine,
+        "bare_p50_ms": bare,
+        "ratio": mine / bare,
+        "apart_p50_ms": apart,
+        "apart_ratio": mine / apart,
+    }
 
 
 async def theirs(peer: Process, concurrency: int, poll_ms: float) -> Row:

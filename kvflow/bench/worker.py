@@ -200,17 +200,17 @@ class Worker:
         out["done"][number] = time.monotonic()
         room.close()
 
-    async def raw_setup(
-        self, *, address: Any, layout: Any, sample_pages: int = TUNE_PAGES
-    ) -> dict[str, Any]:
-        """Open a raw writer into decode's pool, and return its fastest way of writing
-        `sample_pages` pages.
+    async def raw_setup(self, *, address: Any, layout: Any, tuned: bool = True) -> dict[str, Any]:
+        """Open a raw writer into decode's pool, and return its way of writing: if `tuned`, the
+        fastest for many pages, otherwise one that spins.
         """
         peer, theirs = msgspec.convert(address, PlaneAddress), msgspec.convert(layout, PoolLayout)
         self.raw_writer = await asyncio.to_thread(
             open_raw, self.node.plane, self.pool.layout, peer, theirs
         )
-        sample = source_slice(self.source_pages, 0, min(sample_pages, len(self.source_pages) - 1))
+        if not tuned:
+            return self.raw_writer.way._asdict()
+        sample = source_slice(self.source_pages, 0, min(TUNE_PAGES, len(self.source_pages) - 1))
         return (await asyncio.to_thread(self.raw_writer.tune, sample))._asdict()
 
     async def raw(self, *, first: int, count: int, pages: int) -> dict[str, Any]:
@@ -231,11 +231,13 @@ class Worker:
         self.bare_end = BareDecode(control)
         return {}
 
-    async def bare_rooms(self, *, first: int, count: int) -> dict[str, Any]:
-        """Run `count` bare exchanges of one page; decode returns the seconds of each."""
+    async def bare_rooms(self, *, first: int, count: int, apart: bool = False) -> dict[str, Any]:
+        """Run `count` bare exchanges of one page; decode returns the seconds of each. For `apart`
+        see `BarePrefill.rooms`.
+        """
         if isinstance(self.bare_end, BarePrefill):
             lists = [source_slice(self.source_pages, first + at, 1) for at in range(count)]
-            await asyncio.to_thread(self.bare_end.rooms, lists)
+            await asyncio.to_thread(self.bare_end.rooms, lists, apart=apart)
             return {}
         assert self.bare_end is not None
         return {"seconds": await asyncio.to_thread(self.bare_end.rooms, count)}
