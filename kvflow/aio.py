@@ -129,23 +129,30 @@ class Turnstile:
         self._counting = False
 
     async def passed(self) -> None:
+        if (turn := self.queue()) is not None:
+            await turn
+
+    def queue(self) -> asyncio.Future[None] | None:
+        """Take a place in this turn of the loop and return None, or return a future that is done
+        when a place is free. To leave the queue, cancel the future.
+        """
         if not self._counting:
             self._counting = True
             asyncio.get_running_loop().call_soon(self._next_turn)
         # Places are left only while no coroutine waits, so this one does not jump the queue.
         if self._left:
             self._left -= 1
-            return
+            return None
         mine = asyncio.get_running_loop().create_future()
         self._waiting.append(mine)
-        await mine
+        return mine
 
     def _next_turn(self) -> None:
         self._counting = self._left < self._per_turn
         self._left = self._per_turn
         while self._left and self._waiting:
             first = self._waiting.popleft()
-            # A cancelled coroutine must not use up a place.
+            # Whoever was cancelled must not use up a place.
             if not first.done():
                 first.set_result(None)
                 self._left -= 1

@@ -209,6 +209,7 @@ class PrefillShell(Shell):
         self._writes: dict[int, _OpenWrite] = {}
         self._watches: dict[Incarnation, asyncio.Task[None]] = {}
         self._opening, self._watching = Turnstile(BEGUN_PER_TURN), Turnstile(BEGUN_PER_TURN)
+        self._queued: dict[Incarnation, asyncio.Future[None]] = {}  # routes that wait for a turn
         self._last_grants: list[tuple[DecodePeer, GrantId]] = []
         self.runners = {
             c.SendToDecode: self._send,
@@ -332,7 +333,6 @@ class PrefillShell(Shell):
             self.endpoint.note_stall(stalled_s)
 
     async def _connect(self, command: c.OpenRoute) -> None:
-        await self._opening.passed()
         route = await self.plane.connect(command.address, command.layout)
         if not callable(getattr(route, "write", None)):
             raise TransferError(
@@ -418,6 +418,8 @@ class PrefillShell(Shell):
         """Stop the tasks, and close the routes. Close the data plane first, so that no write
         runs.
         """
+        for turn in self._queued.values():
+            turn.cancel()
         await self.stop()
         self.earlier.leave()
         for route in self.routes.values():
@@ -431,10 +433,25 @@ class PrefillShell(Shell):
             self.counts.undelivered += 1
 
     def _open_route(self, command: c.OpenRoute) -> None:
+        if (turn := self._opening.queue()) is None:
+            self._begin_route(command)
+            return
+        self._queued[command.peer] = turn
+        turn.add_done_callback(functools.partial(self._has_turn, command))
+
+    def _has_turn(self, command: c.OpenRoute, turn: asyncio.Future[None]) -> None:
+        # Decodes that leave meanwhile must not keep others waiting, or be kept themselves.
+        if not turn.cancelled():
+            del self._queued[command.peer]
+            self._begin_route(command)
+
+    def _begin_route(self, command: c.OpenRoute) -> None:
         ended = functools.partial(self._connected, command.peer)
         self.spawn(self._connect(command), f"kvflow-route-{command.peer:016x}", ended=ended)
 
     def _close_route(self, command: c.CloseRoute) -> None:
+        if (turn := self._queued.pop(command.peer, None)) is not None:
+            turn.cancel()
         self.cancel(self._watches.pop(command.peer, None))
         if (route := self.routes.pop(command.peer, None)) is not None:
             route.close()

@@ -2,8 +2,8 @@
 checksums of the pages that landed, and decode's endpoint compares the two.
 
 Checksums run in threads, in parallel with writes and with each other. Pages stay held while a
-thread reads them, even after its checksum timed out (I13). Those of a few bytes are computed on the
-event loop, at once.
+thread reads them, even after its checksum timed out (I13). A checksum of a few bytes is computed at
+once, on the event loop.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ def begun(begin: Callable[..., ChecksumTask], *of: Any) -> ChecksumTask:
 
 
 def summed_at_once(sums: Checksums, *of: Any) -> bytes:
-    """Return the checksum if it takes no thread, otherwise empty bytes. If this fails, `begun`
-    reports why.
+    """Return the checksum if it takes no thread, otherwise empty bytes: also if this fails, because
+    a thread then computes it, and reports an error that it meets as well.
     """
     try:
         return sums.at_once(*of)
     except ENDS_PROCESS:
         raise
-    except BaseException:  # noqa: BLE001 - the thread meets the same error
+    except BaseException:  # noqa: BLE001 - the thread tries it again
         return b""
 
 

@@ -10,7 +10,7 @@ from kvflow.handlers import prefill
 from kvflow.node import PrefillNode
 from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.wire.codec import encode, routing_id
-from kvflow.protocols.wire.messages import WIRE_VERSION, GrantId, Incarnation, Register
+from kvflow.protocols.wire.messages import WIRE_VERSION, Goodbye, GrantId, Incarnation, Register
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import Frame
 from tests.handlers.scenes import known, success
@@ -62,6 +62,20 @@ async def test_a_crowd_is_let_in_a_few_per_turn_of_the_loop(p: Pair) -> None:
     for by_turn in (connects, fences):
         assert sum(by_turn) == len(CROWD) and max(by_turn) == prefill.BEGUN_PER_TURN
     await success(p)
+
+
+async def test_decodes_that_leave_before_they_are_let_in_keep_no_others_waiting(p: Pair) -> None:
+    """Strangers could otherwise fill the queue, because the bounds count only decodes it knows."""
+    connects = [0]
+    counted(p, "connect", connects)
+    register_all(p)
+    for incarnation in CROWD:
+        goodbye = Goodbye(source=p.prefill.incarnation, target=incarnation, unproven=())
+        p.network.inject(Frame(p.prefill.control, routing_id(incarnation), True, encode(goodbye)))
+    await until(lambda: not phases(p.prefill))
+    assert not p.prefill.shell._queued
+    await success(p)
+    assert sum(connects) < len(CROWD) // 2
 
 
 async def test_prefill_closes_while_a_crowd_waits_to_be_let_in() -> None:

@@ -110,6 +110,19 @@ class TestAtPrefill:
         assert ticks <= 4
         assert min(due) <= prefill.now <= max(due) + 0.001
 
+    def test_no_look_at_a_silence_comes_before_it(self) -> None:
+        """The tick would set the same time again, and a clock that jumps to it would stand still.
+        Rounding to a share of the pace led below some of these times.
+        """
+        crowd = [wire.Incarnation(1000 + number) for number in range(3)]
+        prefill = LonePrefill(bounds=PACED).up(*crowd)
+        prefill.hear(beat(target=crowd[0]))
+        core, peer = prefill.endpoint.core, next(iter(prefill.endpoint.peers))
+        assert peer.pace_s == 3
+        for number in range(4000):
+            peer.received_at_s = 1000 + number * 0.005
+            assert core.silent_at_s(peer) >= peer.received_at_s + core.silent_after_s(peer)
+
 
 def heartbeat(pace_ms: int) -> wire.Heartbeat:
     return wire.Heartbeat(source=PREFILL, target=DECODE, pace_ms=pace_ms)

@@ -387,6 +387,33 @@ class Together(Inbox):
         return item
 
 
+async def test_the_thread_spins_once_and_not_for_its_rate_limit(clock: Clock) -> None:
+    """Each slice moves at its time, and what has moved has landed by the next look."""
+
+    class Limited(Slices):
+        looks = 0
+
+        def advance(self, max_bytes: int, cancelled: bool) -> int:
+            clock.now += 0.00005
+            self.looks += 1
+            moved = super().advance(max_bytes, cancelled)
+            self.pause_s = 0.0
+            return moved
+
+    class Sleeping(Inbox):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            clock.now += timeout or 0.0
+            return super().get(block, timeout and 0.0001)
+
+    async with started(1e6, 5000, inbox := Sleeping()) as works:
+        await until(lambda: bool(inbox.waits))
+        clock.now += 1.0
+        write = works.submit(job := Limited("limited", 100_000, [], [True]))
+        assert await end_of(write) is WriteOutcome.LANDED
+        # Two looks at each slice. Spinning at each of them took 96.
+        assert job.looks <= 45
+
+
 async def test_the_thread_spins_for_no_writes_that_arrive_together(clock: Clock) -> None:
     async with started(inbox=(inbox := Together())) as works:
         await until(lambda: bool(inbox.waits))

@@ -368,7 +368,8 @@ class PrefillPeers(Core):
         # Of a crowd, one tick looks at many. With a tick for each, an idle prefill would wake a
         # hundred times per second for it.
         grain_s = peer.pace_s * _SILENCE_GRAIN
-        return math.ceil(at_s / grain_s) * grain_s if grain_s else at_s
+        # Rounding must not lead to a time before `at_s`: the tick would come again and again.
+        return max(at_s, math.ceil(at_s / grain_s) * grain_s) if grain_s else at_s
 
     # --- what a decode sends
 

@@ -40,8 +40,9 @@ _TOLD_AT_ONCE = 8
 _SMALLEST_SLICE = 4 << 10
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.00005, 0.01
 # A sleep of 50 us takes 150 us on a virtual machine, and a small write some 50 us. So the thread
-# first looks again and again for up to `_SPIN_S`, if it was idle for `_IDLE_S` before the write.
-# With more to do, the event loop needs the interpreter more (it lost a fifth of its rooms/s).
+# looks again and again for up to `_SPIN_S` after the first move of a write, if it was idle for
+# `_IDLE_S` before. With more to do, the event loop needs the interpreter more: spinning after every
+# write cost a fifth of the rooms per second.
 _SPIN_S, _IDLE_S = 0.0002, 0.0004
 
 
@@ -313,11 +314,11 @@ class WriteThread:
         wait_s = spin_s = spins_until_s = 0.0
         # `close` sets the flag before it wakes this thread, so the thread sees it.
         while active or not (self._closing and self._inbox.empty()):
-            idle_since_s = time.monotonic()
+            was_idle, waited_since_s = not active, time.monotonic()
             if self._collect(active, wait_s):
                 # A cancelled write may have little left to wait for: begin with the shortest pause.
                 wait_s = 0.0
-                was_idle = time.monotonic() - idle_since_s >= _IDLE_S
+                was_idle = was_idle and time.monotonic() - waited_since_s >= _IDLE_S
                 spin_s = _SPIN_S if was_idle and len(active) == 1 else 0.0
             moved, pause_s = False, _LONGEST_WAIT_S
             now = time.monotonic()
@@ -332,10 +333,13 @@ class WriteThread:
                     active.append(write)
                 now = time.monotonic() if self.rate else now
             if moved:
-                spins_until_s = self._turned_at + spin_s
+                spins_until_s, spin_s = self._turned_at + spin_s, 0.0
             if not active or (moved and not pause_s):
                 wait_s = 0.0
-            elif pause_s < _SHORTEST_WAIT_S and self._turned_at < spins_until_s:
+            elif (
+                pause_s < _SHORTEST_WAIT_S
+                and max(self._turned_at, self._next_slice_at) < spins_until_s
+            ):
                 # The back end's own threads may need this core.
                 os.sched_yield()
                 wait_s = 0.0

@@ -148,16 +148,6 @@ class Matcher:
             return self.check()
         return not self.error
 
-    def most_likely(self, tokens: Tokens, logits: npt.NDArray[Any], likely: int) -> int:
-        """Return the index of the largest of `logits` [tokens] among the tokens that may follow
-        `tokens`, the answer so far, the first one among equals. `likely` is that among all tokens.
-        """
-        token = self.choose(tokens, likely, len(logits))
-        if token is not None:
-            return token
-        self.state.unsafe_compute_mask_ptr(self._address, self._allowed.nbytes)
-        return most_likely_of(logits, self._allowed) if self.check() else likely
-
     def choose(self, tokens: Tokens, likely: int, most: int) -> int | None:
         """Return the token that a greedy choice takes after `tokens`, the answer so far, if it is
         known without a mask, and move past it. It is the most likely token, `likely`, or the token
@@ -178,6 +168,15 @@ class Matcher:
             return None if self.check() else likely
         self._consumed += 1
         return token
+
+    def most_likely(self, logits: npt.NDArray[Any], likely: int) -> int:
+        """Return the index of the largest of `logits` [tokens] among the tokens that may follow,
+        the first one among equals. Call it where `choose` has returned None.
+
+        Returns `likely`, and sets `error`, if the grammar cannot go on.
+        """
+        self.state.unsafe_compute_mask_ptr(self._address, self._allowed.nbytes)
+        return most_likely_of(logits, self._allowed) if self.check() else likely
 
     def check(self) -> bool:
         """Return True while the grammar can go on. Otherwise, set `error`."""

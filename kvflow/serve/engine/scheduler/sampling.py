@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -166,19 +166,21 @@ def _left_to_masks(
     adjusted: dict[int, torch.Tensor],
     tokens: list[int],
 ) -> dict[int, tuple[Matcher, Tokens]]:
-    """Return those of the greedy `answers` that need a mask over the vocabulary. Change the
-    `tokens` of the others to the most likely ones that their grammars allow.
+    """Return those of the greedy `answers` whose masks `_masked` must apply: where other parameters
+    change the logits as well, and on devices. Change the `tokens` of the other greedy ones to the
+    most likely ones that their grammars allow.
     """
     left = {}
-    rows = _in_numpy(logits)
+    rows = logits.numpy() if _is_fast_in_numpy(logits) else None
     for i, (matcher, answer) in answers.items():
         if i in drawn:
             continue
         token = None
-        if i not in adjusted and rows is not None:
-            token = matcher.most_likely(answer, rows[i], tokens[i])
-        elif not _is_banned(adjusted, i, tokens[i]):
+        if not _is_banned(adjusted, i, tokens[i]):
             token = matcher.choose(answer, tokens[i], logits.shape[-1])
+        if token is None and i not in adjusted and logits.device.type == "cpu":
+            row = logits[i].float().numpy() if rows is None else rows[i]
+            token = matcher.most_likely(row, tokens[i])
         if token is None:
             left[i] = (matcher, answer)
         else:
@@ -239,14 +241,6 @@ def _most_likely(logits: torch.Tensor) -> list[int]:
         logits.numpy().argmax(axis=-1) if _is_fast_in_numpy(logits) else logits.argmax(dim=-1)
     ).tolist()
     return found
-
-
-def _in_numpy(logits: torch.Tensor) -> npt.NDArray[Any] | None:
-    """Return the same values as an array, or None for a device, from which copies are slow."""
-    if logits.device.type != "cpu":
-        return None
-    array: npt.NDArray[Any] = (logits if _is_fast_in_numpy(logits) else logits.float()).numpy()
-    return array
 
 
 def _is_fast_in_numpy(logits: torch.Tensor) -> bool:

@@ -85,15 +85,16 @@ class _WindowJob(PlannedJob):
 
     def advance(self, max_bytes: int, cancelled: bool) -> int:
         ended = self._follow()
-        stopped = cancelled or self.error
-        submitted = self._submit(max_bytes) if self._blocks.left_bytes and not stopped else 0
+        goes_on = self._blocks.left_bytes and not (cancelled or self.error)
+        submitted = self._submit(max_bytes) if goes_on else 0
         if submitted and not self._blocks.left_bytes:
             # The engine's thread often moves a small block before its submission returns.
             ended += self._follow()
+        stopped = cancelled or self.error
         left_s = (self._write.total_bytes - self.landed_bytes) / _BEST_BYTES_PER_S
         pause_s = self._route.pause_s / 2 if stopped else min(left_s, self._route.pause_s)
         self.pause_s = pause_s if submitted < max_bytes else 0.0
-        if not self._handles and (cancelled or self.error or not self._blocks.left_bytes):
+        if not self._handles and (stopped or not self._blocks.left_bytes):
             self._route.jobs -= 1
             self.outcome = outcome_of(self.error, self.landed_bytes, self._write.total_bytes)
             return submitted
