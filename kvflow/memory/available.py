@@ -5,13 +5,15 @@ the process's control groups.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 
+_log = logging.getLogger(__name__)
 _PROC = Path("/proc")
 _CGROUPS = Path("/sys/fs/cgroup")
 _Files = tuple[str, str, str]
@@ -42,14 +44,27 @@ def available_memory(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> Available 
 def one_at_a_time() -> Generator[None]:
     """Let one process of this installation at a time count free memory and allocate it.
 
-    Processes that start together would otherwise count the same memory twice.
+    Processes that start together would otherwise count the same memory twice. Where the file system
+    has no locks, this logs a warning and waits for nobody.
     """
     # The lock is on the package's directory, which all processes of one installation share.
-    descriptor = os.open(Path(__file__).parents[1], os.O_RDONLY | os.O_CLOEXEC)
+    folder = Path(__file__).parents[1]
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            _log.warning(
+                "%s cannot be locked (%s): processes that start at the same time may count the "
+                "same free memory",
+                folder,
+                error,
+            )
         yield
     finally:
+        # Closing is not enough: a child that was forked meanwhile keeps the file open.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 

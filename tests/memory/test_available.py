@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvflow.memory.available import Available, available_memory
+from kvflow.memory import available
+from kvflow.memory.available import Available, available_memory, one_at_a_time
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError
 
@@ -101,3 +106,35 @@ def test_only_the_memory_controller_of_version_1_counts(tmp_path: Path) -> None:
     group(cgroups / "memory/a", str(100 * MIB), 70 * MIB, v1=True)
     found = available_memory(proc, cgroups)
     assert found is not None and found.size_bytes == 30 * MIB
+
+
+def package() -> int:
+    return os.open(Path(available.__file__).parents[1], os.O_RDONLY)
+
+
+def test_a_child_that_was_forked_meanwhile_keeps_nobody_waiting() -> None:
+    """A forked child shares the open file, as this copy of its descriptor does."""
+    with one_at_a_time():
+        (held,) = (
+            int(name)
+            for name in os.listdir("/proc/self/fd")
+            if os.path.realpath(f"/proc/self/fd/{name}") == str(Path(available.__file__).parents[1])
+        )
+        child, other = os.dup(held), package()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(other)
+    os.close(child)
+
+
+def test_a_file_system_without_locks_is_no_reason_to_stop(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with caplog.at_level(logging.WARNING), one_at_a_time():
+        pass
+    assert "cannot be locked ([Errno 37] No locks available)" in caplog.text
