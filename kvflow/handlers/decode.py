@@ -365,7 +365,7 @@ class DecodeShell(Shell):
                 for space, count in zip(layout.spaces, wanted, strict=True)
                 if count > space.count
             )
-            what = f"tokens of room {room.room} in staging, in whole pages (--staging-bytes)"
+            what = f"tokens of room {room.room} in staging, in whole pages (a larger one has more)"
             never = CapacityError(what, count * space.page_size, space.count * space.page_size)
             # The prompt will never fit, so the client must not retry.
             never.code = Code.BAD_REQUEST

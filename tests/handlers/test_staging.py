@@ -397,7 +397,7 @@ async def test_a_room_that_waits_meets_its_deadline(little: Pair) -> None:
 async def test_a_room_that_never_fits_is_refused_with_the_numbers(little: Pair) -> None:
     source = little.prefill.room(7, range(8 * PAGE_SIZE))
     asked, most = 8 * PAGE_SIZE, 7 * PAGE_SIZE
-    text = rf"tokens of room 7 in staging, .*\(--staging-bytes\): asked for {asked}, limit {most}"
+    text = rf"room 7 in staging, .*\(a larger one has more\): asked for {asked}, limit {most}"
     with pytest.raises(CapacityError, match=text) as at_decode:
         await little.decode.room(7, "sim", range(8 * PAGE_SIZE))
     with pytest.raises(KvflowError, match=text) as at_prefill:

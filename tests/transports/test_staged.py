@@ -258,7 +258,7 @@ async def test_a_peer_that_takes_nothing_keeps_no_other_waiting(
     waiting = [stuck.write(numbers(), numbers()) for _ in range(4)]
     write = free.write(numbers(), numbers())
     assert await end_of(write) is WriteOutcome.LANDED
-    with pytest.raises(TransferError, match=r"no staging is left .*2 have some\): raise --staging"):
+    with pytest.raises(TransferError, match=r"no staging is left .*2 have some\): a larger"):
         await sides.connect()
     free.close()
     (await sides.connect()).close()

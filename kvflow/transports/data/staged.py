@@ -204,7 +204,7 @@ class StagedRoute(PlannedRoute):
         except CapacityError as error:
             raise TransferError(
                 f"no staging is left for another decode ({error}; {len(self._siblings)} have "
-                "some): raise --staging-bytes"
+                "some): a larger staging has room for more"
             ) from error
 
     def begin(self, write: Assignment) -> StagedJob:
