@@ -32,14 +32,33 @@ from kvflow.protocols.pages.coverage import Served, sends_all, spans_served
 from kvflow.protocols.pages.fine import in_pages_of
 from kvflow.protocols.pages.layout import Counts, PageIndices, PoolLayout, resized
 from kvflow.protocols.pages.plan import Pairing
+from kvflow.protocols.pages.spaces import counts_fit
 from kvflow.protocols.ports import PageStore
 
 # A cancelled copy stops after the current slice: some 0.2 ms over PCIe, 1 ms with memmove.
 SLICE_BYTES = 4 << 20
-# The default at a prefill: enough to stage the slices for some twenty decodes.
+# The default at a prefill: enough for some twenty decodes where slices have their full size.
 PREFILL_BYTES = 256 << 20
+# Where pages or rows are large, the default is enough for this many decodes: three slices of one
+# page each, and one row.
+PREFILL_DECODES = 4
 _BROUGHT = b"brought"
 _SCRATCH_BYTES = 1 << 20
+
+
+def prefill_bytes(layout: PoolLayout) -> int:
+    """Return the default bytes of staging at a prefill with a pool of this layout."""
+    # Staging is never larger than the pool.
+    wanted = tuple(
+        min(space.count, PREFILL_DECODES * (1 if space.in_rows else 3)) if size else 0
+        for space, size in zip(layout.spaces, layout.place_bytes, strict=True)
+    )
+    found = max(PREFILL_BYTES, least_bytes(layout))
+    while found < layout.room_bytes(layout.counts):
+        if counts_fit(wanted, host_layout(layout, found).counts):
+            break
+        found += PREFILL_BYTES
+    return found
 
 
 class Staging:

@@ -10,11 +10,18 @@ import pytest
 from kvflow.memory import page_tasks
 from kvflow.memory import staging as module
 from kvflow.memory.checksum import SHARES, PageChecksums
+from kvflow.memory.copies import host_layout
 from kvflow.memory.pool import PagedPool
-from kvflow.memory.staging import StagedArrivals, StagedChecksums, Staging
+from kvflow.memory.staging import (
+    PREFILL_BYTES,
+    StagedArrivals,
+    StagedChecksums,
+    Staging,
+    prefill_bytes,
+)
 from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.coverage import Served
-from kvflow.protocols.pages.kinds import StateKind
+from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import Order, PageIndices, Places, build_layout
 from kvflow.protocols.pages.plan import Pairing
 from tests.memory.gate import CopyGate
@@ -143,6 +150,29 @@ def test_sizes(kind: str) -> None:
     with pytest.raises(MisuseError, match="1 bytes of host memory do not hold"):
         Staging(pool, 1)
     pool.close()
+
+
+@pytest.mark.parametrize(
+    ("page_mib", "row_mib", "size_mib"),
+    [(1, 0, 256), (1, 4, 256), (40, 0, 512), (1, 77, 768), (1, 302, 2652)],
+)
+def test_a_prefills_default_is_enough_for_four_decodes(
+    page_mib: int, row_mib: int, size_mib: int
+) -> None:
+    kinds = [StateKind("k", "uint8", (page_mib << 18,))]
+    if row_mib:
+        kinds.append(StateKind("s", "uint8", (row_mib << 20,), ROW))
+    rows = 64 if row_mib else 0
+    layout = build_layout(kinds, page_size=4, num_pages=4096, num_rows=rows)
+    found = prefill_bytes(layout)
+    assert found == size_mib << 20
+    counts = host_layout(layout, found).counts
+    assert counts[0] >= 12 and (not row_mib or counts[1] >= 4)
+
+
+def test_a_prefills_default_is_never_more_than_a_small_pool_needs() -> None:
+    layout = build_layout([("k", "uint8", (64 << 20,))], page_size=1, num_pages=6)
+    assert layout.size_bytes > PREFILL_BYTES and prefill_bytes(layout) >= layout.size_bytes
 
 
 def test_more_than_there_is_memory_for_is_refused() -> None:

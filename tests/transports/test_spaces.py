@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from kvflow.memory import staging as memory_staging
 from kvflow.memory.pool import PagedPool
-from kvflow.memory.staging import Staging
+from kvflow.memory.staging import Staging, prefill_bytes
 from kvflow.protocols.errors import LayoutError, MisuseError, TransferError
 from kvflow.protocols.pages.kinds import ROW, StateKind
 from kvflow.protocols.pages.layout import Order, PageIndices, Places, Space, build_layout
@@ -351,3 +352,18 @@ async def test_a_route_takes_staging_of_every_space_or_none(lacking: int) -> Non
             await source.connect(*target.export(b.layout))
         assert host.places.owned() == before
         allocator.give_back(taken, "another")
+
+
+async def test_a_prefills_default_has_staging_for_four_decodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its bytes alone would hold one row, and no other decode would be served."""
+    monkeypatch.setattr(memory_staging, "PREFILL_BYTES", 512)
+    a, b = (pool_of(64, "page_first", seed) for seed in (1, 2))
+    size_bytes = prefill_bytes(a.layout)
+    assert size_bytes < a.layout.size_bytes
+    async with planes("staged", a, b, size_bytes) as (source, target):
+        source.export(a.layout)
+        exported = target.export(b.layout)
+        for _ in range(memory_staging.PREFILL_DECODES):
+            await source.connect(*exported)

@@ -38,7 +38,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     staging_bytes: int = 0
     """Host memory of the staging of each node. 0: at a decode, where loads wait for it and a prompt
-    must fit, as much as the KV cache or more; 256 MiB at a prefill.
+    must fit, as much as the KV cache or more; 256 MiB at a prefill, or more where 4 decodes need
+    it.
     """
     decode_workers: int | None = None
     """At a prefill: the number of workers (tensor times pipeline parallel) in each of its decodes,

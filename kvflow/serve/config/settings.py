@@ -226,7 +226,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     of pages would be tiny; always everywhere."""
     staging_bytes: SizeOrNone = 0
     """Host memory of a staging; 0 = as much as the pool at decode, where requests wait for it and a
-    prompt must fit, 256 MiB at prefill."""
+    prompt must fit, 256 MiB at prefill, or more where 4 decodes need it."""
     disaggregation_prefill_tp: Annotated[int, Meta(ge=0, le=64)] = 0
     """--tp of decode's prefills, whose slices may be tiny; 0 = not known."""
     disaggregation_ib_device: str = ""

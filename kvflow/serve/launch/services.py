@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING
 
 from kvflow.http.listening import reachable
-from kvflow.memory.staging import PREFILL_BYTES
+from kvflow.memory.staging import prefill_bytes
 from kvflow.node import DecodeNode, PrefillNode
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.serve.config.settings import Settings
@@ -48,8 +48,8 @@ async def prefill_node(
     world_size: int = 1,
 ) -> PrefillNode:
     """Create a prefill's node, with staging if needed. `stack` closes it. Raises: MisuseError."""
-    staging = await stack.enter_async_context(staged(settings, parts, PREFILL_BYTES))
     pool = parts.pool
+    staging = await stack.enter_async_context(staged(settings, parts, prefill_bytes(pool.layout)))
     node = PrefillNode(
         pool,
         plane_of(settings, pool if staging is None else staging.host),
