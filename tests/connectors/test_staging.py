@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import kvflow
-from kvflow.connectors.staging import make_staging
+from kvflow.connectors import staging
+from kvflow.connectors.staging import close_staging, make_staging
 from kvflow.connectors.vllm.memory import shared_allocation, staging_bytes
 from kvflow.memory.copies import host_layout
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import LayoutError, MisuseError
 from kvflow.protocols.pages.layout import PoolLayout
 from kvflow.protocols.pages.spaces import counts_fit
 from tests.connectors.vllm.worker_pair import (
@@ -62,9 +63,28 @@ def test_a_size_without_place_for_a_page_names_the_setting() -> None:
 def test_a_pool_on_a_device_is_never_used_as_it_is() -> None:
     """This one is on a device that cannot be copied either."""
     pool = kvflow.PagedPool.allocate(layout_of("mha", 16, 64, 6, "layer_first"), device="meta")
-    text = "^staging_bytes 0: memory of meta cannot be copied"
-    with pytest.raises(MisuseError, match=text), staged(pool, "auto"):
+    with (
+        pytest.raises(LayoutError, match=r"^memory of meta cannot be copied"),
+        staged(pool, "auto", 4096),
+    ):
         pass
+
+
+def test_too_little_memory_for_the_default_names_the_setting_alone() -> None:
+    text = "^staging_bytes: 63 bytes of host memory do not hold a page of 64 bytes"
+    with pytest.raises(MisuseError, match=text), staged(new_pool(), "always", 0, 63):
+        pass
+
+
+def test_without_proof_the_memory_stays() -> None:
+    with staged(new_pool(), "always") as found:
+        assert found is not None
+        close_staging(found, is_proven=False)
+        assert found.host.array("k").nbytes == PAGES * BLOCK_BYTES and staging._kept.pop() is found
+        close_staging(found, is_proven=True)
+        with pytest.raises(LayoutError, match="closed"):
+            found.host.array("k")
+        assert not staging._kept
 
 
 def holds(layout: PoolLayout, size_bytes: int, tokens: int) -> bool:

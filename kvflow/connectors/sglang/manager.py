@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -19,6 +20,7 @@ from kvflow.connectors.sglang.metadata import MetadataSlots
 from kvflow.connectors.sglang.prompts import PromptSlot
 from kvflow.connectors.sglang.settings import Settings
 from kvflow.connectors.sglang.version import check_version
+from kvflow.connectors.staging import close_staging
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.node.threads.rooms import DecodeThreadRoom
@@ -71,23 +73,26 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         self.place = place = nodes.place_of(args, server_args, is_prefill=is_prefill)
         self.metadata = MetadataSlots(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         pool = nodes.pool_for(args, server_args, settings, place, is_mla=bool(is_mla_backend))
-        self._staging = staging = nodes.staging_for(pool, settings, is_prefill=is_prefill)
+        self._staging = staging = nodes.staging_for(pool, settings, place, is_prefill=is_prefill)
         self.thread: PrefillThread | DecodeThread
-        if is_prefill:
-            model = str(server_args.served_model_name or server_args.model_path)
-            self.thread = nodes.prefill_node(pool, staging, args, settings, place, model)
-        else:
-            self.thread = nodes.decode_node(pool, staging, args, settings, place)
-        queues.install()
-        if sys.getswitchinterval() > SWITCH_INTERVAL_S:
-            sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self.thread.start()
-        try:
+        with ExitStack() as failed:
+            if staging is not None:
+                failed.callback(staging.close)
+            if is_prefill:
+                model = str(server_args.served_model_name or server_args.model_path)
+                self.thread = nodes.prefill_node(pool, staging, args, settings, place, model)
+            else:
+                self.thread = nodes.decode_node(pool, staging, args, settings, place)
+            queues.install()
+            if sys.getswitchinterval() > SWITCH_INTERVAL_S:
+                sys.setswitchinterval(SWITCH_INTERVAL_S)
+            self.thread.start()
+            # From now on the memory is freed only if the node closes with every proof.
+            failed.pop_all()
+            failed.callback(self._close)
             # SGLang's constructor calls `register_to_bootstrap`, which needs the node.
             super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        except BaseException:
-            self._close()
-            raise
+            failed.pop_all()
         # SGLang's own control link is not used, and nothing may fill a socket that nobody reads.
         self.server_socket.close(linger=0)
         log.info(
@@ -192,7 +197,9 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
         """Wait until no step that was launched before can still write into the KV cache.
 
         SGLang lends pages of a request that has ended while the next step, which still computes a
-        token for it, may be running. Copies from the staging have a stream of their own.
+        token for it, may be running. Copies between the cache and the staging have a stream of
+        their own, which the steps do not wait for. This also waits for such copies of other
+        requests.
         """
         if not self.thread.pool.on_host:
             # A server on a device has loaded torch.
@@ -201,9 +208,14 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
             torch.accelerator.synchronize(self.thread.pool.device)
 
     def _close(self) -> Sequence[UnprovenLoan]:
-        unproven = self.thread.close()
-        if self._staging is not None:
-            self._staging.close()
+        """Close the node, then its staging. Returns the loans without proof."""
+        is_proven = False
+        try:
+            unproven = self.thread.close()
+            is_proven = not unproven
+        finally:
+            if self._staging is not None:
+                close_staging(self._staging, is_proven=is_proven)
         return unproven
 
     def drop_events(self) -> None:
@@ -226,13 +238,14 @@ class KvflowManager(CommonKVManager):  # type: ignore[misc]
     def teardown(self) -> None:
         """End the node, for SGLang's change of roles.
 
-        Raises: RuntimeError if a peer may still write into the KV cache. SGLang then marks the
-        server as unhealthy, and it must be restarted.
+        Raises: RuntimeError if a peer may still write into the KV cache or its staging. SGLang then
+        marks the server as unhealthy, and it must be restarted.
         """
         unproven = self._close()
         self._zmq_ctx.destroy(linger=0)
         if unproven:
+            what = "the staging of this KV cache" if self._staging else "this KV cache"
             raise RuntimeError(
                 f"{len(unproven)} loans of pages are without proof: a prefill may still write into "
-                "this KV cache, so the process must end before it is used"
+                f"{what}, so the process must end before it is used"
             )

@@ -15,14 +15,15 @@ from kvflow.connectors.sglang.counterpart import SIZES, resolver
 from kvflow.connectors.sglang.memory import device_of, model_fingerprint, pool_of
 from kvflow.connectors.sglang.queues import MODEL
 from kvflow.connectors.sglang.settings import Settings, variable
-from kvflow.connectors.staging import ALWAYS, make_staging
+from kvflow.connectors.staging import ALWAYS, is_staged, make_staging
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
-from kvflow.memory.staging import PREFILL_BYTES, Staging
+from kvflow.memory.staging import Staging, prefill_bytes
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.pages.kinds import SLOT
+from kvflow.protocols.pages.layout import resized
 from kvflow.transports.control.curve import read_key
 from kvflow.transports.control.registry import RegistryClient
 from kvflow.transports.control.zmq import bind_router, connect_dealer
@@ -121,19 +122,35 @@ def rank_for_decode(place: Place, decode_ranks: int, pool: PagedPool) -> tuple[i
     return place.number % (together * place.stages), together * place.stages
 
 
-def staging_for(pool: PagedPool, settings: Settings, *, is_prefill: bool) -> Staging | None:
+def staging_for(
+    pool: PagedPool, settings: Settings, place: Place, *, is_prefill: bool
+) -> Staging | None:
     """Allocate the staging of the node over `pool`, or return None if it needs none. This blocks.
 
-    Raises: MisuseError naming the variable.
+    Raises: LayoutError; MisuseError naming the variable.
     """
+    if not is_prefill and place.ranks > 1 and is_staged(pool, settings.staging):
+        _check_ranks_need_not_wait(pool, settings, place)
     return make_staging(
         pool,
         settings.staging,
         settings.staging_bytes,
-        PREFILL_BYTES if is_prefill else 0,
+        prefill_bytes(pool.layout) if is_prefill else 0,
         setting=variable("staging_bytes"),
         log=log,
     )
+
+
+def _check_ranks_need_not_wait(pool: PagedPool, settings: Settings, place: Place) -> None:
+    # Prefill computes a prompt once every rank has lent for it. Where requests wait for staging,
+    # the ranks may lend to different ones, and then wait for each other.
+    least = resized(pool.layout, pool.layout.counts).size_bytes
+    if 0 < settings.staging_bytes < least:
+        raise MisuseError(
+            f"{variable('staging_bytes')} {settings.staging_bytes} at a decode with --tp-size "
+            f"{place.ranks}: its ranks could wait for each other's staging; use 0, or at least "
+            f"{least}, as much as the KV cache of a rank"
+        )
 
 
 def prefill_node(

@@ -37,7 +37,7 @@ def install() -> None:
     HookRegistry.register(GET_CLASS, class_of, HookType.AROUND)
     for target in MAKERS:
         HookRegistry.register(target, with_model, HookType.AROUND)
-    if Settings.names_local(os.environ):
+    if Settings.needs_segment(os.environ):
         from kvflow.connectors.sglang.shared_pools import ALLOCATORS, allocate_in_segment
 
         for target in ALLOCATORS:

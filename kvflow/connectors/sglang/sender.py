@@ -90,6 +90,10 @@ class KvflowSender(CommonKVSender):  # type: ignore[misc]
         is_last = state_indices is not None
         pages = places_of(self.kv_mgr.thread.pool.layout, kv_indices, state_indices)
         event, self._early_send_wait_event = self._early_send_wait_event, None
+        if event is None:
+            # A stage of a pipeline sends while the step that computes the pages may be running, and
+            # names no event. Copies of the pages have a stream of their own.
+            self.kv_mgr.await_steps()
         self._began_at_s = self._began_at_s or time.monotonic()
         self.curr_idx += len(kv_indices)
         try:

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from kvflow.connectors.staging import check_staging, check_staging_bytes
+from kvflow.connectors.staging import ALWAYS, check_staging, check_staging_bytes
 from kvflow.protocols.errors import MisuseError
 from kvflow.protocols.limits import Bounds, Timing, check_count, check_time
 from kvflow.transports.control.curve import read_key
@@ -36,7 +36,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """
     staging_bytes: int = 0
     """Host memory of the staging of each rank. 0: at a decode, where requests wait for it and a
-    prompt must fit, as much as the KV cache; 256 MiB at a prefill.
+    prompt must fit, as much as the KV cache; 256 MiB at a prefill, or more where 4 decodes
+    need it.
     """
     decode_tp_size: int = 0
     """At a prefill, the `--tp-size` of its decodes: a divisor of its own. 0: the same."""
@@ -69,9 +70,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The limit of this prefill's writes; for tests."""
 
     @staticmethod
-    def names_local(environment: Mapping[str, str]) -> bool:
-        """Return True if `environment` chooses the local data plane."""
-        return environment.get(f"{PREFIX}TRANSFER_BACKEND", "").strip() == "local"
+    def needs_segment(environment: Mapping[str, str]) -> bool:
+        """Return True if peers write into the KV cache over the local data plane. If it is always
+        staged, they write into the staging only.
+        """
+        plane, staging = (
+            environment.get(variable(name), "").strip() for name in ("transfer_backend", "staging")
+        )
+        return plane == "local" and staging != ALWAYS
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Self:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from kvflow.connectors.vllm.messages import StepMeta
 from kvflow.connectors.vllm.prefill_worker import PrefillWorker
+from kvflow.protocols.ports import UnprovenLoan
 
 
 class PrefillWorkers:
@@ -51,6 +53,14 @@ class PrefillWorkers:
             del self._done[name]
         return found
 
-    def close(self) -> None:
-        for side in self.sides:
-            side.close()
+    def close(self) -> Sequence[UnprovenLoan]:
+        """Close every side, even if one raises an error. Returns the loans without proof."""
+        unproven: list[UnprovenLoan] = []
+
+        def close(side: PrefillWorker) -> None:
+            unproven.extend(side.close())
+
+        with ExitStack() as closing:
+            for side in self.sides:
+                closing.callback(close, side)
+        return unproven

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from kvflow.connectors.vllm.transfers import Transfers
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.node.threads.rooms import RoomEvent
+from kvflow.protocols.ports import UnprovenLoan
 
 log = logging.getLogger("vllm.kvflow")
 T = TypeVar("T", PrefillThread, DecodeThread)
@@ -43,19 +44,26 @@ class WorkerSide(Generic[T]):
         self.thread.start()
         self._follower.start()
 
-    def close(self) -> None:
-        """Close every room and the node, and stop the follower.
+    def close(self) -> Sequence[UnprovenLoan]:
+        """Close every room and the node, and stop the follower. Idempotent.
 
-        Blocks whose loans are unproven stay busy until the process ends.
+        Returns the loans without proof. What was lent, blocks or places of the staging, stays busy
+        until the process ends.
         """
-        unproven = self.thread.close()
+        try:
+            unproven = self.thread.close()
+        finally:
+            self._closed = True
+            # It was not started if the node could not start.
+            if self._follower.ident is not None:
+                self._follower.join()
         if unproven:
             log.warning(
-                "%d loans of blocks are without proof: this process must end before they are used",
+                "%d loans are without proof: a prefill may still write into this worker's memory, "
+                "so the process must end before that is used",
                 len(unproven),
             )
-        self._closed = True
-        self._follower.join()
+        return unproven
 
     def _follow(self) -> None:
         wait_s = _POLL_S

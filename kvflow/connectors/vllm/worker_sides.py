@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
 import torch
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-from kvflow.connectors.staging import make_staging
+from kvflow.connectors.staging import close_staging, make_staging
 from kvflow.connectors.vllm.decode_worker import DecodeWorker
 from kvflow.connectors.vllm.groups import Groups
 from kvflow.connectors.vllm.memory import (
@@ -33,7 +34,7 @@ from kvflow.connectors.vllm.widths import Heads, Place, Served, served_by
 from kvflow.memory.external import ExternalPages
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
-from kvflow.memory.staging import PREFILL_BYTES, Staging
+from kvflow.memory.staging import Staging, prefill_bytes
 from kvflow.node.threads.decode import DecodeThread
 from kvflow.node.threads.prefill import PrefillThread
 from kvflow.protocols.errors import MisuseError
@@ -83,18 +84,21 @@ class WorkerSides:
         for space, tensors in enumerate(caches):
             check_moves(tensors, tested, num_blocks, space)
         sides = cls(vllm_config, place)
-        if config.is_kv_producer:
-            sides._start_prefill(pools, settings, _names(vllm_config.model_config, served))
-        if config.is_kv_consumer:
-            tokens = vllm_config.model_config.max_model_len
-            sides._start_decode(pools[0], settings, place, tokens)
         try:
-            sides._serve(vllm_config, settings, place, served, bootstrap_port)
-        except MisuseError as error:
+            if config.is_kv_producer:
+                sides._start_prefill(pools, settings, _names(vllm_config.model_config, served))
+            if config.is_kv_consumer:
+                tokens = vllm_config.model_config.max_model_len
+                sides._start_decode(pools[0], settings, place, tokens)
+            try:
+                sides._serve(vllm_config, settings, place, served, bootstrap_port)
+            except MisuseError as error:
+                name = "bootstrap_port" if config.is_kv_producer else "status_port"
+                where = f"kv_connector_extra_config: {name} of worker {place.rank}"
+                raise MisuseError(f"{where}: {error}") from None
+        except BaseException:
             sides.close()
-            name = "bootstrap_port" if config.is_kv_producer else "status_port"
-            where = f"kv_connector_extra_config: {name} of worker {place.rank}"
-            raise MisuseError(f"{where}: {error}") from None
+            raise
         for pool in pools:
             log.info("kvflow: %r, over %s, %s", pool, settings.transfer_backend, config.kv_role)
         return sides
@@ -102,7 +106,7 @@ class WorkerSides:
     def _start_prefill(
         self, pools: Sequence[PagedPool], settings: Settings, names: Mapping[str, Any]
     ) -> None:
-        staged = [self._staging(pool, settings, PREFILL_BYTES) for pool in pools]
+        staged = [self._staging(pool, settings, prefill_bytes(pool.layout)) for pool in pools]
         sides = [
             PrefillWorker(
                 _prefill_thread(pool, settings, {**_options(settings, pool, staging), **names}),
@@ -211,13 +215,30 @@ class WorkerSides:
         return self._transfers.take()
 
     def close(self) -> None:
-        for status in self._statuses:
-            status.close()
-        for side in (self._prefill, self._decode):
-            if side is not None:
-                side.close()
-        for staging in self._stagings:
-            staging.close()
+        """Close everything, even if a part raises an error. Idempotent."""
+        with ExitStack() as closing:
+            # It closes the parts in reverse order.
+            closing.callback(self._close_nodes)
+            for status in self._statuses:
+                closing.callback(status.close)
+
+    def _close_nodes(self) -> None:
+        sides = [side for side in (self._decode, self._prefill) if side is not None]
+        unproven = len(sides)
+
+        def close(side: DecodeWorker | PrefillWorkers) -> None:
+            nonlocal unproven
+            if not side.close():
+                unproven -= 1
+
+        with ExitStack() as closing:
+            closing.callback(lambda: self._close_stagings(is_proven=not unproven))
+            for side in sides:
+                closing.callback(close, side)
+
+    def _close_stagings(self, *, is_proven: bool) -> None:
+        while self._stagings:
+            close_staging(self._stagings.pop(), is_proven=is_proven)
 
 
 def _names(model_config: Any, served: Served) -> dict[str, Any]:

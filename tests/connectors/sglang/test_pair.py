@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +154,24 @@ def test_pages_on_a_device_are_lent_when_no_step_writes_them(monkeypatch: Patch)
         monkeypatch.setattr(pool, "device", "cpu")
         assert waited == [("cuda:0", [])] and each.lent == [4, 7, 9]
         request.receiver.clear()
+
+
+def test_pages_without_an_event_are_sent_when_no_step_writes_them(monkeypatch: Patch) -> None:
+    """A stage of a pipeline on a device names no event."""
+    with pair(monkeypatch) as each:
+        request, waited = each.request(), []
+        request.match(9, 4, 7)
+        pool = each.prefill.thread.pool
+
+        def synchronize(device: str) -> None:
+            waited.append((device, request.sender._chunks.copy(), each.landed(9)))
+
+        monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+        monkeypatch.setattr(pool, "device", "cuda:0")
+        request.send(3, 1, 2)
+        monkeypatch.setattr(pool, "device", "cpu")
+        assert waited == [("cuda:0", deque(), [0])]
+        request.ends(request.receiver, KVPoll.Success)
 
 
 @pytest.mark.parametrize(("prefix", "pages"), [(4, [9, 4]), (8, [9])])

@@ -70,11 +70,15 @@ def test_only_its_own_classes_are_given(modules: dict[str, Any]) -> None:
     assert hook(original, backend.FAKE, kinds.SENDER) == (backend.FAKE, kinds.SENDER)
 
 
-@pytest.mark.parametrize(("plane", "count"), [("local", 5), ("mooncake", 3)])
+@pytest.mark.parametrize(
+    ("plane", "staging", "count"),
+    [("local", "auto", 5), ("local", "always", 3), ("mooncake", "auto", 3)],
+)
 def test_only_the_local_plane_changes_allocations(
-    modules: dict[str, Any], monkeypatch: Patch, plane: str, count: int
+    modules: dict[str, Any], monkeypatch: Patch, plane: str, staging: str, count: int
 ) -> None:
     monkeypatch.setenv("KVFLOW_SGLANG_TRANSFER_BACKEND", plane)
+    monkeypatch.setenv("KVFLOW_SGLANG_STAGING", staging)
     kvflow.connectors.sglang.register()
     assert len(modules["sglang.srt.plugins.hook_registry"].HookRegistry.hooks) == count
 

@@ -74,6 +74,9 @@ def test_what_is_wrong_names_its_variable(name: str, value: str, text: str) -> N
 
 
 def test_the_local_data_plane_is_known_before_all_else() -> None:
-    assert Settings.names_local({variable("transfer_backend"): " local "})
-    assert not Settings.names_local({variable("transfer_backend"): "mooncake"})
-    assert not Settings.names_local({})
+    local = {variable("transfer_backend"): " local "}
+    assert Settings.needs_segment(local)
+    assert not Settings.needs_segment({variable("transfer_backend"): "mooncake"})
+    assert not Settings.needs_segment({})
+    assert Settings.needs_segment(local | {variable("staging"): "auto"})
+    assert not Settings.needs_segment(local | {variable("staging"): " always "})
