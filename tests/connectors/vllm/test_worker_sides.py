@@ -1,4 +1,4 @@
-"""The sides of one vLLM worker: what a failed start leaves, and what is closed when a part fails."""
+"""The sides of one vLLM worker: what a failed start leaves, and what a failed close does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import kvflow
 from kvflow.connectors import staging
 from kvflow.connectors.vllm.settings import Settings
-from kvflow.connectors.vllm.widths import Place
 from kvflow.protocols.errors import LayoutError
 from tests.connectors.vllm.worker_pair import ONE_GROUP, PAGES, new_pool
 
