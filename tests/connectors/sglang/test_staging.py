@@ -50,7 +50,7 @@ def test_a_failed_start_leaves_no_staging(monkeypatch: Patch, at: str) -> None:
             "super": (base.CommonKVManager, "__init__"),
         }[at]
         inner.setattr(nodes, "staging_for", staging_for)
-        inner.setattr(*owner, fail)
+        inner.setattr(owner[0], owner[1], fail)
         served = SimpleNamespace(
             served_model_name="tiny", model_path="nowhere", enable_hisparse=False
         )
@@ -78,4 +78,6 @@ def test_ranks_of_a_decode_do_not_wait_for_staging(
             with pytest.raises(MisuseError, match=text):
                 nodes.staging_for(pool, settings, place, is_prefill=False)
         else:
-            nodes.staging_for(pool, settings, place, is_prefill=False).close()
+            found = nodes.staging_for(pool, settings, place, is_prefill=False)
+            assert found is not None
+            found.close()
