@@ -93,19 +93,25 @@ def test_walks_find_a_planted_bug(seed: int, plant: Any) -> None:
 
 
 class Recording(Acts):
-    """Remembers how each act is done."""
+    """Remembers how each act is done.
+
+    What an act led to is part of its name: the same text may stand for two messages, as the
+    ranks' `Register` do, which differ in the first grant of the room.
+    """
 
     def __init__(self, world: Any) -> None:
         super().__init__(world)
         self.how: dict[Any, Callable[[Any], None]] = {}
 
     def _decode(self, value: Any, text: str, do: Any, *rest: Any, **more: Any) -> Any:
-        self.how[value, text] = do
-        return super()._decode(value, text, do, *rest, **more)
+        act = super()._decode(value, text, do, *rest, **more)
+        self.how[value, act.text, act.side, act.words] = do
+        return act
 
     def _prefill(self, value: Any, text: str, do: Any, *rest: Any, **more: Any) -> Any:
-        self.how[value, text] = do
-        return super()._prefill(value, text, do, *rest, **more)
+        act = super()._prefill(value, text, do, *rest, **more)
+        self.how[value, act.text, act.side, act.words] = do
+        return act
 
 
 WORLDS = {
@@ -156,7 +162,7 @@ def live_walk(joined: Joined, rng: random.Random) -> int:
             continue
         rank = changed[0] if changed else 0
         before: Any = state.decode if isinstance(act.side, Decode) else state.lanes[rank].prefill
-        do = acts.how.get((before, act.text.split(" ", 1)[-1]))
+        do = acts.how.get((before, act.text, act.side, act.words))
         if do is not None and act.side.alive and before.alive:
             live = decode if isinstance(act.side, Decode) else prefills[rank]
             compared += compare(world, act, before, do, live)
