@@ -165,10 +165,11 @@ class Pair:
         return sorted(self.decode.thread.pages.busy(range(PAGES)))
 
     def landed(self, *pages: int) -> list[int]:
-        """What decode's pages hold, if all of their bytes hold the same."""
-        found = self.target.layers[:, list(pages)]
-        assert (found == found[:1, :, :1]).all()
-        return [int(value) for value in found[0, :, 0]]
+        """What all bytes of each of decode's pages hold, or -1 for a page whose bytes differ, as
+        they do while it is written.
+        """
+        found = [self.target.layers[:, page].flatten() for page in pages]
+        return [int(page[0]) if (page == page[0]).all() else -1 for page in found]
 
 
 @contextmanager
