@@ -282,7 +282,7 @@ class DecodeShell(Shell):
         self.endpoint.part(self.now())
         self.run()
         await self.wait_while(
-            lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s
+            lambda: self.endpoint.parting(self.now()), 2 * self.timing.heartbeat_s
         )
         self.endpoint.close(self.now())
         self.run()

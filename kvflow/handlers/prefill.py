@@ -404,9 +404,9 @@ class PrefillShell(Shell):
         self.endpoint.part(self.now())
         self.run()
         await self.wait_while(
-            lambda: bool(self.endpoint.unparted(self.now())), 2 * self.timing.heartbeat_s
+            lambda: self.endpoint.parting(self.now()), 2 * self.timing.heartbeat_s
         )
-        if left := self.endpoint.unparted(self.now()):
+        if left := list(self.endpoint.unparted(self.now())):
             names = ", ".join(f"{peer.incarnation:016x}" for peer in left)
             log.warning(
                 "the goodbye is not acknowledged by decode %s: what it has lent here may stay on "

@@ -15,6 +15,7 @@ from kvflow.protocols.commands import (
 )
 from kvflow.protocols.errors import AbortedError, Cause, Code, LostError
 from kvflow.protocols.limits import Bounds
+from kvflow.protocols.machinery import TICK_WORK
 from kvflow.protocols.machines.link import LinkPhase
 from kvflow.protocols.ports import WriteOutcome
 from kvflow.protocols.prefill import peers as prefill_peers
@@ -75,9 +76,22 @@ class TestPrefillSaysGoodbye:
         assert prefill.hear(acknowledged(OTHER_DECODE)) == [CloseRoute(OTHER_DECODE)]
         assert not prefill.core.peers and len(prefill.core.deadlines) == 0
 
+    def test_to_a_crowd_in_several_ticks(self) -> None:
+        crowd = [Incarnation(DECODE + n) for n in range(2 * TICK_WORK - 1)]
+        prefill, said = LonePrefill().up(*crowd), []
+        found = part(prefill)
+        while found:
+            assert len(found) <= TICK_WORK and prefill.endpoint.parting(prefill.now)
+            said += found
+            found = prefill.tick(0.0)
+        assert said == [goodbye(target=decode) for decode in crowd]
+        for decode in crowd:
+            prefill.hear(acknowledged(decode))
+        assert not prefill.endpoint.parting(prefill.now)
+
     def test_it_waits_for_none_that_has_been_silent(self, prefill: LonePrefill) -> None:
         prefill.tick(TIMING.lost_after_s)
-        assert part(prefill) == [goodbye()] and prefill.endpoint.unparted(prefill.now) == []
+        assert part(prefill) == [goodbye()] and not prefill.endpoint.parting(prefill.now)
 
     def test_not_to_one_that_died_while_a_write_runs(self, prefill: LonePrefill) -> None:
         prefill.sending(0, 1, 2, last=True)
@@ -108,7 +122,7 @@ class TestPrefillSaysGoodbye:
         part(prefill)
         assert prefill.hear(acknowledged()) == [], "its route is in use"
         assert prefill.tick(TIMING.repeat_after_s) == [], "it is said no more"
-        assert prefill.endpoint.unparted(prefill.now) == []
+        assert not prefill.endpoint.parting(prefill.now)
         assert prefill.ended(1, WriteOutcome.CANCELLED) == [RoomReleased(1), CloseRoute(DECODE)]
 
     def test_a_decode_that_comes_back_has_not_received_it(self, prefill: LonePrefill) -> None:
@@ -243,7 +257,7 @@ class TestDecodeSaysGoodbye:
         assert part(decode) == [to(goodbye())] and link(decode) is LinkPhase.PARTING
         assert decode.endpoint.next_tick() == decode.now + TIMING.repeat_after_s
         assert decode.tick(TIMING.repeat_after_s) == [to(goodbye())]
-        assert [peer.key for peer in decode.endpoint.unparted(decode.now)] == [KEY]
+        assert decode.endpoint.parting(decode.now)
         assert decode.hear(acknowledged()) == [HangUp(KEY), StopWatch(KEY)]
         assert not decode.core.links.peers
 
@@ -251,11 +265,11 @@ class TestDecodeSaysGoodbye:
         decode.lent()
         decode.hear(goodbye(G))
         assert to(goodbye()) not in part(decode) and link(decode) is LinkPhase.GONE
-        assert decode.endpoint.unparted(decode.now) == []
+        assert not decode.endpoint.parting(decode.now)
 
     def test_one_that_has_been_silent_is_not_awaited(self, decode: LoneDecode) -> None:
         part(decode)
-        assert decode.endpoint.unparted(decode.now + TIMING.lost_after_s) == []
+        assert not decode.endpoint.parting(decode.now + TIMING.lost_after_s)
 
     def test_links_that_owe_nothing_are_dropped_on_the_way(self, fresh: LoneDecode) -> None:
         grant = fresh.open(7, TWO)

@@ -222,7 +222,7 @@ class Node:
         self._await_answers(self.clock.now + 2 * self.world.timing.heartbeat_s)
 
     def _await_answers(self, until_s: float) -> None:
-        if self._ticking.unparted(self.clock.now) and self.clock.now < until_s:
+        if self._ticking.parting(self.clock.now) and self.clock.now < until_s:
             return self.wait(CLOSE_LOOK_S, self._await_answers, until_s)
         return self.has_parted()
 

@@ -327,10 +327,10 @@ class DecodeEndpoint(RoomsEndpoint[DecodeCommand]):
                 self.core.feed_link(peer, LinkKind.LEAVE, now, self._leaving)
         self.core.work(TICK_WORK, now)
 
-    def unparted(self, now: float) -> list[PrefillPeer]:
-        """Return the prefills that were alive recently but have not acknowledged the Goodbye."""
+    def parting(self, now: float) -> bool:
+        """Return True while a prefill that was alive recently has not acknowledged the Goodbye."""
         parting = (peer for peer in self.peers if peer.phase is LinkPhase.PARTING)
-        return [peer for peer in parting if self.core.links.is_recent(peer, now)]
+        return any(self.core.links.is_recent(peer, now) for peer in parting)
 
     def close(self, now: float) -> None:
         """Close every link. Rooms that wait for proof end, and their loans stay in doubt."""

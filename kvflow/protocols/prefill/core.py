@@ -23,7 +23,7 @@ from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machinery import Task, Timer
 from kvflow.protocols.machines.grants import GrantCommand, GrantKind
-from kvflow.protocols.machines.peer import PeerPhase
+from kvflow.protocols.machines.peer import PeerKind, PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
 from kvflow.protocols.machines.prefill_room import (
     PrefillEvent,
@@ -364,7 +364,7 @@ _RUN: dict[RoomCommand, Callable[[PrefillCore, PrefillRoomRecord, float], None]]
 }
 
 
-# --- one room of a task at a time
+# --- one item of a task at a time
 
 
 def _end_room(kind: PrefillKind) -> Callable[[PrefillCore, Task, PrefillRoomRecord, float], None]:
@@ -403,12 +403,18 @@ def _withdraw(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], 
         core.end_engine_half(room, task.cause, now)
 
 
+def _part(core: PrefillCore, task: Task, peer: DecodePeer, now: float) -> None:
+    if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
+        core.feed_peer(peer, PeerKind.LEAVE, now)
+
+
 _TASKS: dict[str, Callable[[PrefillCore, Task, Any, float], None]] = {
     "end": _end_room(PrefillKind.ENDED_LOCALLY),
     "lose": _end_room(PrefillKind.TARGET_LOST),
     "void": _void,
     "refuse": _refuse_announced,
     "withdraw": _withdraw,
+    "part": _part,
 }
 
 

@@ -6,7 +6,7 @@ and `commands()` returns the work for the shell. See core.py for rooms, and peer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -349,15 +349,19 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         Call this after `leave`, when no write runs any more. The Goodbye names every grant that is
         still open or in doubt, and so proves nothing about those.
         """
-        for peer in self.peers:
-            if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
-                self.core.feed_peer(peer, PeerKind.LEAVE, now)
+        self.core.add_task(Task("part", self.peers))
+        self.core.work(TICK_WORK, now)
 
-    def unparted(self, now: float) -> list[DecodePeer]:
-        """Return the decodes that were alive recently but have not acknowledged the Goodbye."""
+    def parting(self, now: float) -> bool:
+        """Return True while a Goodbye is still to be sent, or `unparted` names a decode."""
+        return bool(self.core.tasks) or any(True for _ in self.unparted(now))
+
+    def unparted(self, now: float) -> Iterator[DecodePeer]:
+        """Yield the decodes that were alive recently but have not acknowledged the Goodbye."""
         silent_s = self.core.silent_after_s
-        parting = (peer for peer in self.peers if peer.phase is PeerPhase.PARTING)
-        return [peer for peer in parting if peer.received_at_s > now - silent_s(peer)]
+        for peer in self.peers:
+            if peer.phase is PeerPhase.PARTING and peer.received_at_s > now - silent_s(peer):
+                yield peer
 
     def credit_stall(self, late_s: float, now: float) -> None:
         """Extend the peers' silence limits and the rooms' waits by the `late_s` seconds for which
