@@ -381,18 +381,19 @@ class PrefillShell(Shell):
         self.leave()
         core = self.endpoint.core
         await self.wait_while(lambda: bool(core.rooms or core.tasks), patience_s)
-        await self.wait_while(lambda: bool(self._unconfirmed()), 2 * self.timing.heartbeat_s)
-        if left := self._unconfirmed():
+        await self.wait_while(self._awaits_confirmation, 2 * self.timing.heartbeat_s)
+        if left := [peer for peer, grant in self._last_grants if _is_unconfirmed(peer, grant)]:
             names = ", ".join(sorted({f"{peer.incarnation:016x}" for peer in left}))
             log.warning("the ends of %d rooms are not confirmed by decode %s", len(left), names)
 
-    def _unconfirmed(self) -> list[DecodePeer]:
-        """Return the decode of each room whose end is not confirmed, if that decode is up."""
-        return [
-            peer
-            for peer, grant in self._last_grants
-            if peer.is_up and peer.grants.last_messages(grant)
-        ]
+    def _awaits_confirmation(self) -> bool:
+        """Return True while the end of a room is not confirmed by its decode, which is up."""
+        # This is asked after every message, so each room is looked at until it is confirmed, and
+        # never again.
+        last = self._last_grants
+        while last and not _is_unconfirmed(*last[-1]):
+            last.pop()
+        return bool(last)
 
     async def part(self) -> None:
         """Wait until every room ends, send Goodbye to every decode, and wait for the answers.
@@ -575,3 +576,7 @@ class PrefillShell(Shell):
             room.over = True
             if not room.readers:
                 room.when_released.give(None)
+
+
+def _is_unconfirmed(peer: DecodePeer, grant: GrantId) -> bool:
+    return peer.is_up and bool(peer.grants.last_messages(grant))
