@@ -23,7 +23,7 @@ from kvflow.protocols.errors import CapacityError, Cause, Code, KvflowError
 from kvflow.protocols.limits import Bounds, Timing
 from kvflow.protocols.machinery import Task, Timer
 from kvflow.protocols.machines.grants import GrantCommand, GrantKind
-from kvflow.protocols.machines.peer import PeerKind, PeerPhase
+from kvflow.protocols.machines.peer import PeerPhase
 from kvflow.protocols.machines.prefill_room import PrefillCommand as RoomCommand
 from kvflow.protocols.machines.prefill_room import (
     PrefillEvent,
@@ -378,7 +378,6 @@ def _end_room(kind: PrefillKind) -> Callable[[PrefillCore, Task, PrefillRoomReco
 def _void(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
     """Void an announcement from a lost decode, unless that decode is up again."""
     grant, room = announced
-    assert task.peer is not None
     found = core.rendezvous.find(room, task.peer, grant)
     if found is not None and not task.peer.is_up:
         core.void(room, found, task.cause, now)
@@ -394,7 +393,6 @@ def _refuse_announced(
 
 def _withdraw(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
     grant, room = announced
-    assert task.peer is not None
     if (record := task.peer.grants.rooms.get(grant)) is not None:
         core.feed_room(record, PrefillEvent(PrefillKind.ABORT_RECEIVED, cause=task.cause), now)
     elif core.rendezvous.find(room, task.peer, grant) is not None:
@@ -403,18 +401,13 @@ def _withdraw(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], 
         core.end_engine_half(room, task.cause, now)
 
 
-def _part(core: PrefillCore, task: Task, peer: DecodePeer, now: float) -> None:
-    if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
-        core.feed_peer(peer, PeerKind.LEAVE, now)
-
-
 _TASKS: dict[str, Callable[[PrefillCore, Task, Any, float], None]] = {
     "end": _end_room(PrefillKind.ENDED_LOCALLY),
     "lose": _end_room(PrefillKind.TARGET_LOST),
     "void": _void,
     "refuse": _refuse_announced,
     "withdraw": _withdraw,
-    "part": _part,
+    "leave": lambda core, _, peer, now: core.leave_peer(peer, now),
 }
 
 

@@ -349,18 +349,20 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         Call this after `leave`, when no write runs any more. The Goodbye names every grant that is
         still open or in doubt, and so proves nothing about those.
         """
-        self.core.add_task(Task("part", self.peers))
+        self.core.add_task(Task("leave", self.peers))
         self.core.work(TICK_WORK, now)
 
     def parting(self, now: float) -> bool:
-        """Return True while a Goodbye is still to be sent, or `unparted` names a decode."""
+        """Return True while a Goodbye is still to be sent, or `unparted` yields a decode."""
         return bool(self.core.tasks) or any(True for _ in self.unparted(now))
 
     def unparted(self, now: float) -> Iterator[DecodePeer]:
-        """Yield the decodes that were alive recently but have not acknowledged the Goodbye."""
-        silent_s = self.core.silent_after_s
+        """Yield the decodes that were alive recently but have not acknowledged a Goodbye, after
+        `part`.
+        """
         for peer in self.peers:
-            if peer.phase is PeerPhase.PARTING and peer.received_at_s > now - silent_s(peer):
+            recent_s = now - self.core.silent_after_s(peer)
+            if peer.phase is not PeerPhase.GONE and peer.received_at_s > recent_s:
                 yield peer
 
     def credit_stall(self, late_s: float, now: float) -> None:

@@ -460,6 +460,11 @@ class PrefillPeers(Core):
         elif message.target in self.former.displaced or message.target in self.former.in_doubt:
             self.former.remember_parted(message.target)
 
+    def leave_peer(self, peer: DecodePeer, now: float) -> None:
+        """Say goodbye to a decode that has not been told yet and is not gone."""
+        if peer.phase in (PeerPhase.OPENING, PeerPhase.UP, PeerPhase.SILENT):
+            self.feed_peer(peer, PeerKind.LEAVE, now)
+
     def part(self, peer: DecodePeer, now: float) -> None:
         self.former.remember_parted(peer.incarnation)
         cause = Cause(Code.SHUTDOWN, f"decode {peer.incarnation:016x} has shut down")
