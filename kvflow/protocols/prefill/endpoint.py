@@ -360,9 +360,11 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         """Yield the decodes that were alive recently but have not acknowledged a Goodbye, after
         `part`.
         """
+        untold = bool(self.core.tasks)  # some decodes have not been told yet
         for peer in self.peers:
             recent_s = now - self.core.silent_after_s(peer)
-            if peer.phase is not PeerPhase.GONE and peer.received_at_s > recent_s:
+            left = peer.phase is PeerPhase.PARTING or (untold and peer.phase is not PeerPhase.GONE)
+            if left and peer.received_at_s > recent_s:
                 yield peer
 
     def credit_stall(self, late_s: float, now: float) -> None:
