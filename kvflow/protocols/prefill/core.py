@@ -378,6 +378,7 @@ def _end_room(kind: PrefillKind) -> Callable[[PrefillCore, Task, PrefillRoomReco
 def _void(core: PrefillCore, task: Task, announced: tuple[GrantId, RoomId], now: float) -> None:
     """Void an announcement from a lost decode, unless that decode is up again."""
     grant, room = announced
+    assert task.peer is not None
     found = core.rendezvous.find(room, task.peer, grant)
     if found is not None and not task.peer.is_up:
         core.void(room, found, task.cause, now)

@@ -362,9 +362,8 @@ class PrefillEndpoint(RoomsEndpoint[PrefillCommand]):
         """
         untold = bool(self.core.tasks)  # some decodes have not been told yet
         for peer in self.peers:
-            recent_s = now - self.core.silent_after_s(peer)
             left = peer.phase is PeerPhase.PARTING or (untold and peer.phase is not PeerPhase.GONE)
-            if left and peer.received_at_s > recent_s:
+            if left and peer.received_at_s > now - self.core.silent_after_s(peer):
                 yield peer
 
     def credit_stall(self, late_s: float, now: float) -> None:
