@@ -92,7 +92,7 @@ class Pair:
         self.prefills: list[PrefillNode] = []
         self.decodes: list[DecodeNode] = []
         self.clocks: dict[int, Clock] = {}  # by incarnation
-        self.patience_s = 5.0  # time limit of `rest`
+        self.patience_s = 20.0  # time limit of `rest`
         self._pools: list[PagedPool] = []
 
     @property
@@ -329,7 +329,7 @@ async def pair(
         await made.close()
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
     """Wait until `condition()` is true. Raises: TimeoutError after `timeout_s`."""
     deadline = monotonic() + timeout_s
     while not condition():

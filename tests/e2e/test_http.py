@@ -216,7 +216,7 @@ async def test_an_http2_preface_prints_nothing(fleet: Fleet) -> None:
             "127.0.0.1", int(child.url.rsplit(":", 1)[1])
         )
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
-        assert b" 400 " in await asyncio.wait_for(reader.read(), 5)
+        assert b" 400 " in await asyncio.wait_for(reader.read(), 20)
         writer.close()
         await writer.wait_closed()
         async with aiohttp.ClientSession() as session:  # whatever it had to say has been said

@@ -353,16 +353,16 @@ class Role(Server):
         return other
 
     async def begun(self) -> None:
-        await asyncio.wait_for(self.service.started.wait(), 5)
+        await asyncio.wait_for(self.service.started.wait(), 20)
 
     async def over(self, *rooms: int | None) -> None:
         """Wait until the service has left these rooms, and until nothing runs here.
 
         0 or None stands for a request without a room.
         """
-        ended = [await asyncio.wait_for(self.service.ended.get(), 5) for _ in rooms]
+        ended = [await asyncio.wait_for(self.service.ended.get(), 20) for _ in rooms]
         assert sorted(ended) == sorted(room or 0 for room in rooms)
-        await asyncio.wait_for(self.pipeline.idle.wait(), 5)
+        await asyncio.wait_for(self.pipeline.idle.wait(), 20)
         assert (self.pipeline.running, len(self.pipeline.choices)) == (0, 0)
 
     async def refuses(

@@ -329,7 +329,7 @@ async def test_what_is_no_error_of_kvflow_is_counted_and_the_next_room_succeeds(
         PLACES[place](p, once)
         source = p.prefill.room(7, PROMPT, deadline_s=DEADLINE_S)
         target = p.decode.room(7, "sim", PROMPT, deadline_s=DEADLINE_S)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await asyncio.gather(prefill_leg(p, source), decode_leg(target))
         assert met and p.prefill.counts.handler_errors + p.decode.counts.handler_errors == len(met)
         for node in (p.prefill, p.decode):
@@ -367,7 +367,7 @@ async def test_a_rank_whose_engine_fails_fails_the_request_on_every_rank(
         group_places()[place](ranks, ACTS[act])
         request = ranks.leader.open(7, bytes(PROMPT))
         target = ranks.nodes.decode.room(7, "sim", PROMPT)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             with pytest.raises(KvflowError):
                 await request.decided()
             with pytest.raises(KvflowError):
@@ -402,7 +402,7 @@ async def test_patience_ends_where_nothing_is_fed_any_more(turn: int) -> None:
     """A timer of uvloop may fire up to a millisecond early, by the node's clock."""
     async with pair() as p:
         await p.decode.shell.stop()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await p.decode.shell.wait_while(lambda: True, 0.001 + turn * 0.0001)
 
 
@@ -414,7 +414,7 @@ async def test_a_room_opened_by_name_ends_with_its_node_however_early(turns: int
         for _ in range(turns):
             await asyncio.sleep(0)
         closing = asyncio.create_task(p.decode.close())
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             for waiting in (room.opened(), room.landed()):
                 with pytest.raises(KvflowError, match="shutting down"):
                     await waiting
@@ -434,7 +434,7 @@ async def test_a_resolver_that_is_deaf_to_its_end_does_not_keep_the_node_from_cl
         p.decode._resolve = deaf
         room = p.decode.room(7, "sim", PROMPT)
         await asyncio.sleep(0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await p.decode.close()
             await room.released()
         ends.set()

@@ -18,7 +18,7 @@ from kvflow.testing.pair import until
 from tests.fakes.servers import Front
 from tests.fakes.service import BODY, CHAT, PROMPTS, Role
 
-WITHIN_S = 5
+WITHIN_S = 20
 
 
 def asking(front: Front, path: str, document: Any, stream: bool = False) -> asyncio.Task[Any]:

@@ -40,7 +40,7 @@ class Lines(logging.Handler):
 
     async def last(self, path: str, count: int) -> dict[str, Any]:
         """The line that makes it `count`: a stream's is written when its handler has ended."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while len(self.access(path)) < count:
                 self.written.clear()
                 await self.written.wait()

@@ -125,7 +125,7 @@ async def test_an_error_does_not_wait_for_a_source_that_never_pauses() -> None:
 
     with pytest.raises(ValueError, match="at once"):
         async with (
-            asyncio.timeout(5),
+            asyncio.timeout(20),
             Arrivals([endless(), Source(error=ValueError("at once")).items()]) as arrivals,
         ):
             async for _ in arrivals:
@@ -166,7 +166,7 @@ async def test_what_a_stopped_source_still_gives_or_raises_is_dropped() -> None:
     for last in (True, False):
         closed.clear()
         seen: list[int] = []
-        async with asyncio.timeout(5), Arrivals([stubborn(last)]) as arrivals:
+        async with asyncio.timeout(20), Arrivals([stubborn(last)]) as arrivals:
             async for batch in arrivals:
                 seen += [number for _, number in batch]
                 if seen == [1]:
@@ -187,7 +187,7 @@ async def test_a_source_that_is_stopped_before_it_has_begun_is_waited_for_no_lon
     """An abort may come in the turn of the loop in which the request begins."""
     first, second = Source(1), Source(2, waits=True)
     seen: list[tuple[int, int]] = []
-    async with asyncio.timeout(5), Arrivals([first.items(), second.items()]) as arrivals:
+    async with asyncio.timeout(20), Arrivals([first.items(), second.items()]) as arrivals:
         arrivals.stop(1, last=-1)
         async for batch in arrivals:
             seen += batch

@@ -181,7 +181,7 @@ async def test_a_client_that_leaves_ends_it_at_decode(local: Pair) -> None:
     asking = asyncio.create_task(local.front.call("POST", "/generate", _body(SHORT, False)))
     await until(lambda: service.held == 1)
     asking.cancel()
-    assert await asyncio.wait_for(service.ended.get(), 5) == 0
+    assert await asyncio.wait_for(service.ended.get(), 20) == 0
     worker = local.front.router.workers.of("decode")[0]
     await until(lambda: not worker.computing and not worker.running)
 

@@ -86,7 +86,7 @@ async def test_a_worker_that_leaves_is_forgotten_when_its_last_request_is_answer
     if comes_back:
         assert (await front.join(decode))["location"] == path
     decode.service.gate.set()
-    await asyncio.wait_for(held, 5)
+    await asyncio.wait_for(held, 20)
     await front.get(path, status=200 if comes_back else 404)
     await front.post("/generate", BODY, status=200 if comes_back else 503)
 
@@ -225,7 +225,7 @@ async def test_a_request_that_waits_for_a_role_is_served_when_a_worker_switches_
         await until(lambda: front.router.waiting)
         await decode.role_switch.switch("prefill")
         await front.checked(decode)
-        await asyncio.wait_for(asking, 5)
+        await asyncio.wait_for(asking, 20)
 
 
 async def test_a_router_that_is_told_the_first_role_of_a_worker_takes_the_one_it_has(
@@ -330,7 +330,7 @@ async def test_a_worker_that_cannot_join_says_so_once_and_tries_on(
 
     async with serving(web.post("/workers", refuse)) as server, member(server, decode):
         for _ in range(3):
-            assert await asyncio.wait_for(asked.get(), 5) == "POST"
+            assert await asyncio.wait_for(asked.get(), 20) == "POST"
     lines = [line for line in caplog.messages if "cannot join" in line]
     assert lines == [f"cannot join the router {server.url}, trying on: 403: no key here"]
 

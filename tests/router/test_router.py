@@ -43,7 +43,7 @@ async def test_a_client_cannot_choose_the_meeting(front: Front, decode: Role) ->
 async def test_streams_come_through_event_by_event(front: Front, decode: Role) -> None:
     decode.service.gate.clear()
     async with front.opened("/generate", {**BODY, "stream": True}) as answer:
-        first = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 5)
+        first = await asyncio.wait_for(answer.content.readuntil(b"\n\n"), 20)
         assert json.loads(first.removeprefix(b"data: "))["output_ids"] == [2]
         decode.service.gate.set()
         assert (await answer.read()).endswith(b"data: [DONE]\n\n")
@@ -137,7 +137,7 @@ async def test_the_least_loaded_worker_gets_the_request(
             await front.post("/generate", BODY)
         assert (len(decode.service.requests), len(spare.service.requests)) == (1, 3)
         decode.service.gate.set()
-        await asyncio.wait_for(held, 5)
+        await asyncio.wait_for(held, 20)
 
 
 @pytest.mark.parametrize("stream", [False, True])

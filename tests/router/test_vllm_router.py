@@ -163,11 +163,11 @@ async def test_decode_is_asked_when_prefill_has_answered(
 ) -> None:
     p.gate.clear()
     asking = asyncio.create_task(ask(front))
-    await asyncio.wait_for(p.started.wait(), 5)
+    await asyncio.wait_for(p.started.wait(), 20)
     workers = [front.worker(fake) for fake in (p, d)]
     assert ([worker.running for worker in workers], d.bodies) == ([1, 1], [])
     p.gate.set()
-    await asyncio.wait_for(asking, 5)
+    await asyncio.wait_for(asking, 20)
     assert ([worker.running for worker in workers], len(d.bodies)) == ([0, 0], 1)
 
 
@@ -251,10 +251,10 @@ async def test_a_client_that_leaves_ends_the_leg_that_runs(
     at, other = (p, d) if held == "prefill" else (d, p)
     at.gate.clear()
     asking = asyncio.create_task(ask(front, stream=stream))
-    await asyncio.wait_for(at.started.wait(), 5)
+    await asyncio.wait_for(at.started.wait(), 20)
     asking.cancel()
-    assert await asyncio.wait_for(at.aborted.get(), 5) == COMPLETIONS
-    await asyncio.wait_for(front.router.idle.wait(), 5)
+    assert await asyncio.wait_for(at.aborted.get(), 20) == COMPLETIONS
+    await asyncio.wait_for(front.router.idle.wait(), 20)
     assert [(one.running, one.up) for one in front.router.workers.all] == [(0, True)] * 2
     assert (other.aborted.qsize(), len(d.bodies)) == (0, held == "decode")
 

@@ -38,7 +38,7 @@ class Together:
             fake.started.clear()
         task = asyncio.create_task(ask(self.front, stream=True))
         for fake in (self.p, self.d):
-            await asyncio.wait_for(fake.started.wait(), 5)
+            await asyncio.wait_for(fake.started.wait(), 20)
         return task
 
 
@@ -92,14 +92,14 @@ async def test_decode_is_asked_while_prefill_computes(both: Together) -> None:
     asking = await both.asking()
     assert len(both.p.bodies) == len(both.d.bodies) == 2 and not asking.done()
     both.p.gate.set()
-    await asyncio.wait_for(asking, 5)
+    await asyncio.wait_for(asking, 20)
 
 
 async def test_a_client_that_leaves_ends_both_legs(both: Together) -> None:
     asking = await both.asking()
     asking.cancel()
     for fake in (both.p, both.d):
-        await asyncio.wait_for(fake.aborted.get(), 5)
+        await asyncio.wait_for(fake.aborted.get(), 20)
     both.p.gate.set()
     await ask(both.front)
     assert both.one_by_one() == [True, False, False], "it was no fault of prefill's"
@@ -175,12 +175,12 @@ async def test_a_leaving_prefill_stays_until_decode_has_its_pages() -> None:
     d.gate.clear()
     async with fleet([p], [d]) as front:
         asking = asyncio.create_task(ask(front))
-        await asyncio.wait_for(d.started.wait(), 5)
+        await asyncio.wait_for(d.started.wait(), 20)
         worker = front.worker(p)
         front.router.membership.leave(worker)
         assert worker in front.router.workers.all
         d.gate.set()
-        await asyncio.wait_for(asking, 5)
+        await asyncio.wait_for(asking, 20)
         assert worker not in front.router.workers.all
 
 

@@ -42,7 +42,7 @@ def beat(n: int) -> bytes:
 
 async def got(socket: RouterSocket | DealerSocket, count: int) -> list[int]:
     found: list[int] = []
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while len(found) < count:
             for _, data in await socket.receive():
                 message = Frame("", b"", True, data).message

@@ -463,7 +463,7 @@ async def test_a_dealer_finds_the_next_router_at_its_address() -> None:
 
 async def bound_again(port: int) -> ZmqSocket:
     """ZMQ closes in the background: the address is free a moment later."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while True:
             try:
                 return bind_router("127.0.0.1", port)[0]
@@ -540,7 +540,7 @@ async def test_aborts_and_failures_over_zmq(n: Nodes) -> None:
                 session.close(why)
         for waiting in (source.done(), target.landed()):
             with pytest.raises(KvflowError, match=side):
-                await asyncio.wait_for(waiting, 5)
+                await asyncio.wait_for(waiting, 20)
     await until(n.at_rest)
 
 

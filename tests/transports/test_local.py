@@ -216,7 +216,7 @@ async def test_a_child_of_the_writer_has_no_way_in(side: Side, peer: Peer) -> No
     assert f" {inode} " in _mapped(peer.process.pid)
     assert f" {inode} " not in _mapped(child)
     peer.process.kill()
-    await asyncio.wait_for(side.plane.fence(peer.address), 5)
+    await asyncio.wait_for(side.plane.fence(peer.address), 20)
 
 
 def _mapped(pid: int) -> str:

@@ -152,7 +152,7 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(
     await until(lambda: under_way(side)["handles"] > 0)
     assert under_way(side)["bytes"] > 0
     assert under_way(side)["jobs"] == under_way(side)["writes"] == 1
-    await asyncio.wait_for(side.plane.close(), 5)
+    await asyncio.wait_for(side.plane.close(), 20)
     assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
 
 

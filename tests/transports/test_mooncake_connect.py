@@ -88,7 +88,7 @@ async def test_an_engine_that_does_not_give_memory_back_holds_up_no_close(
     side, end = Side("mooncake", "page_first", None), threading.Event()
     give_back = side.plane._stop  # type: ignore[attr-defined]
     monkeypatch.setattr(side.plane, "_stop", lambda: end.wait(20) and give_back())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await side.plane.close()
     assert "has not given back the pool's memory within 0.1 s" in caplog.text
     end.set()

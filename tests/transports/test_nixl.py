@@ -226,7 +226,7 @@ async def test_a_plane_with_a_frozen_peer_closes_all_the_same(
     await freeze(peer.process.pid)
     write = route.write(EVERYTHING, EVERYTHING)
     await until(lambda: plane_of(side).agent.open_transfers > 0)
-    await asyncio.wait_for(side.plane.close(), 5)
+    await asyncio.wait_for(side.plane.close(), 20)
     assert write.done.result() is WriteOutcome.UNPROVEN and "closed" in write.error
 
 

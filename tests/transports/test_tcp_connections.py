@@ -119,7 +119,7 @@ async def test_a_look_leaves_no_message_unread(router: ZmqSocket, dealer: ZmqSoc
         # The loop has not seen it yet.
         assert select.select([router._socket.fileno()], [], [], 10)[0]
         router.connections._look()
-        assert [frame for _, frame in await asyncio.wait_for(reading, 5)] == [b"%d" % number]
+        assert [frame for _, frame in await asyncio.wait_for(reading, 20)] == [b"%d" % number]
 
 
 async def test_nobody_looks_at_what_is_closed(router: ZmqSocket, dealer: ZmqSocket) -> None:

@@ -233,7 +233,7 @@ async def test_where_no_thread_is_to_be_had_it_closes_all_the_same(
         for _ in range(2):
             with pytest.raises(RuntimeError, match="can't start"):
                 thread.start()
-    await asyncio.wait_for(thread.close(), 5)
+    await asyncio.wait_for(thread.close(), 20)
 
 
 class Hanging(Slices):

@@ -31,7 +31,7 @@ async def asking(budget: PageBudget, *totals: int, **more: Any) -> list[asyncio.
 
 
 async def granted(waiting: asyncio.Task[Admission]) -> None:
-    (await asyncio.wait_for(waiting, 5)).release()
+    (await asyncio.wait_for(waiting, 20)).release()
 
 
 async def test_a_promise_counts_whether_taken_or_not() -> None:
@@ -143,7 +143,7 @@ async def test_who_waits_for_pages_that_nobody_will_free_is_told(
     with pytest.raises(
         CapacityError, match=r"no running request will free more: asked for 7, limit 4"
     ):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(waiting, 20)
     (await budget.admit(4)).release()
 
 
@@ -195,7 +195,7 @@ async def test_priority_then_arrival_and_whoever_was_retracted_first() -> None:
     assert running[0].granted.done(), "it comes first, and there is room"
     running[0].release()
     running[1].release()
-    await asyncio.wait_for(asyncio.gather(*waiting), 5)
+    await asyncio.wait_for(asyncio.gather(*waiting), 20)
     assert order == ["b", "d", "a", "c"]
 
 
@@ -210,7 +210,7 @@ async def test_a_retracted_request_waits_for_its_pages_and_the_others_for_it() -
     [later] = await asking(budget, 1)
     assert not second.granted.done() and not later.done(), "its pages are not free yet"
     pages.give_back(pages.pages_of("second"), "second")
-    await asyncio.wait_for(second.granted, 5)
+    await asyncio.wait_for(second.granted, 20)
     assert budget.waiting == 1 or later.done()
     pages.take(5, "second")
     second.took(5)
@@ -244,7 +244,7 @@ async def test_a_retracted_request_needs_a_row_again() -> None:
     await settled()
     assert not first.granted.done(), "its row is not free yet"
     rows.give_back(taken, "first")
-    await asyncio.wait_for(first.granted, 5)
+    await asyncio.wait_for(first.granted, 20)
     assert await budget_soon(budget, 1) is None, "the row is promised to it"
     first.release()
 
@@ -254,7 +254,7 @@ async def test_who_has_a_row_already_waits_for_none() -> None:
     for store in (rows, pages):
         store.take(1, "a room that has landed")
     budget = PageBudget(pages, rows=rows)
-    (await asyncio.wait_for(budget.admit(4, 1), 5)).release()
+    (await asyncio.wait_for(budget.admit(4, 1), 20)).release()
     budget.close(AbortedError())
 
 
@@ -282,7 +282,7 @@ async def test_rows_that_nobody_will_free(monkeypatch: pytest.MonkeyPatch) -> No
         CapacityError,
         match="free rows, and no running request will free more: asked for 1, limit 0",
     ):
-        await asyncio.wait_for(PageBudget(PageAllocator(4), rows=rows).admit(1), 5)
+        await asyncio.wait_for(PageBudget(PageAllocator(4), rows=rows).admit(1), 20)
 
 
 class Growing:

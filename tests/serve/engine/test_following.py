@@ -141,7 +141,7 @@ async def test_a_task_that_ends_makes_the_rank_unusable(
         caplog.at_level(logging.ERROR),
         pytest.raises(LostError, match=f"steps of this rank have ended: {text}"),
     ):
-        await asyncio.wait_for(follower.steps.unusable, 5)
+        await asyncio.wait_for(follower.steps.unusable, 20)
     assert "ended" in caplog.text
     await follower.steps.close()
 
@@ -187,7 +187,7 @@ async def test_a_step_that_fails_while_the_shards_finish_ends_their_wait_for_it(
     follower.open(1)
     await steps.start()
     follower.hear(wire.Begin(generation=1), PLAN)
-    await asyncio.wait_for(running.wait(), 5)
+    await asyncio.wait_for(running.wait(), 20)
     follower.hear(wire.End(generation=1, cause=Cause(Code.PEER_LOST)))
     await until(lambda: follower.aborts == [False])
     go_on.set()
@@ -210,7 +210,7 @@ async def test_only_a_step_that_runs_is_broken_off() -> None:
     await steps.start()
     cause = Cause(Code.ENGINE_ERROR, "it broke down")
     follower.hear(wire.Begin(generation=1), PLAN)
-    await asyncio.wait_for(running.wait(), 5)
+    await asyncio.wait_for(running.wait(), 20)
     follower.hear(wire.End(generation=1, cause=cause))
     await until(lambda: follower.aborts == [True])
     go_on.set()

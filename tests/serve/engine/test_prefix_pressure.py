@@ -63,7 +63,7 @@ async def test_where_nobody_runs_who_waits_lets_go_of_cached_pages() -> None:
         return asked[-1]
 
     budget = PageBudget(pages, release_cached=release_cached)
-    admission = await asyncio.wait_for(budget.admit(6), 5)
+    admission = await asyncio.wait_for(budget.admit(6), 20)
     assert asked == [True] and pages.free_pages >= 6
     with pytest.raises(TimeoutError):  # one is live: it will free what it has
         await asyncio.wait_for(budget.admit(6), 0.05)
@@ -109,7 +109,7 @@ async def test_nobody_waits_for_an_early_prompt_because_of_cached_pages(
         room, leg = begun.begin(prompt)
         await begun.computed(early - cached if shares else early)
         assert begun.counts == (1, 0, 0, 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await pair.tokens(prompt_of(matched, 3), greedy(1))
         assert begun.counts[2] == 1, "it gave way"
         room.meet()

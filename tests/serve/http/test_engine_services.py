@@ -64,7 +64,7 @@ async def test_an_abort_ends_the_room_of_its_request_and_not_the_one_before_of_t
         service.abort(first)
         assert not follows.done()
         service.abort(second)
-        assert await asyncio.wait_for(follows, 5) is Code.ABORTED
+        assert await asyncio.wait_for(follows, 20) is Code.ABORTED
 
 
 async def test_a_prefill_whose_data_plane_hangs_is_in_trouble() -> None:

@@ -246,7 +246,7 @@ async def test_silence_in_a_stream_is_filled_with_empty_lines(decode: Role) -> N
     async with decode.opened("/generate", body(stream=True)) as answer:
         seen = b""
         while not seen.endswith(b"\n\n" + 2 * b"\n\n"):
-            seen += await asyncio.wait_for(answer.content.readany(), 5)
+            seen += await asyncio.wait_for(answer.content.readany(), 20)
         decode.service.gate.set()
         seen += await answer.read()
     assert seen.endswith(b"data: [DONE]\n\n")

@@ -70,7 +70,7 @@ async def test_what_a_server_does_not_finish_before_it_leaves_is_told_so(
         meeting.come(7)
         await until(lambda: decode.service.held)
     decode.pipeline.end_requests()
-    answer = await asyncio.wait_for(asking, 5)
+    answer = await asyncio.wait_for(asking, 20)
     if stream:
         first, last = events_of(answer.body)
         assert (answer.status, first["output_ids"]) == (200, [3])
@@ -96,7 +96,7 @@ async def test_more_than_the_most_running_requests_are_refused(meeting: Meeting)
         error = await role.refused(503, "/generate", body(bootstrap_room=8))
         assert error["code"] == "capacity"
         meeting.come(7)
-        await asyncio.wait_for(first, 5)
+        await asyncio.wait_for(first, 20)
 
 
 async def test_completions_are_counted_and_not_bodies(meeting: Meeting) -> None:
@@ -114,7 +114,7 @@ async def test_completions_are_counted_and_not_bodies(meeting: Meeting) -> None:
         assert "completions that run or wait: asked for 6, limit 5" in error["message"]
         assert {room for room, _ in role.service.refused} == {5, 6}
         meeting.come(1, 2, 3, 4, 7, 8)
-        await asyncio.wait_for(first, 5)
+        await asyncio.wait_for(first, 20)
         assert (role.pipeline.running, role.pipeline.idle.is_set()) == (0, True)
         await role.post("/generate", asked([7, 8], ["w1", "w2"]))
         error = await role.refused(400, "/generate", asked(list(range(11, 17)), "w1", 6))

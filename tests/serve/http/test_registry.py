@@ -265,7 +265,7 @@ async def test_cancelling_does_not_wait_for_the_answer() -> None:
         await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asyncio.wait_for(asking, 5)
+            await asyncio.wait_for(asking, 20)
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ async def test_headers_and_empty_lines_come_before_a_late_first_token() -> None:
         decode.service.gate.clear()
         async with decode.opened("/generate", generate_body(2)) as answer:
             assert answer.status == 200
-            assert await asyncio.wait_for(answer.content.readline(), 5) == b"\n"
+            assert await asyncio.wait_for(answer.content.readline(), 20) == b"\n"
             decode.service.gate.set()
             assert events_of(await answer.read())[-1]["output_ids"] == [1, 2]
 

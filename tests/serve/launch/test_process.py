@@ -193,12 +193,12 @@ async def test_a_drain_waits_for_the_requests_that_run() -> None:
     assert busy.draining
     assert not waiting.done()
     busy.told.set()
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 20)
 
 
 async def test_requests_that_do_not_finish_in_time_are_ended_and_have_their_say() -> None:
     busy = await Busy().begun()
-    await asyncio.wait_for(drain_requests(busy, StopSignals(), 0.01), 5)
+    await asyncio.wait_for(drain_requests(busy, StopSignals(), 0.01), 20)
     assert busy.told.is_set() and not busy.running
 
 
@@ -206,7 +206,7 @@ async def test_a_second_signal_does_not_wait() -> None:
     busy = await Busy().begun()
     stop = StopSignals()
     stop.forced.set()
-    await asyncio.wait_for(drain_requests(busy, stop, 60), 5)
+    await asyncio.wait_for(drain_requests(busy, stop, 60), 20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
