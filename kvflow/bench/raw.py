@@ -87,6 +87,7 @@ class RawMemmove(RawWriter):
 
     def __init__(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
         self._segment = map_peer(address)
+        self._segment.prefault(self._segment.size_bytes)
         bases = np.array(
             [self._segment.address + b.address for b in theirs.buffers], dtype=np.int64
         )

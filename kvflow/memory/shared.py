@@ -96,7 +96,7 @@ class SharedSegment:
 
     @classmethod
     def open_peer(cls, pid: int, fd: int, owner: int = 0) -> SharedSegment:
-        """Map descriptor `fd` of process `pid`. Call it in a thread, because pre-faulting is slow.
+        """Map descriptor `fd` of process `pid`. This does not block; `prefault` does.
 
         The caller must check before and after the call that `pid` is still the same process.
         `owner` is the incarnation whose claim the segment must carry; 0 skips this check. Raises:
@@ -104,11 +104,13 @@ class SharedSegment:
         claim.
         """
         try:
-            ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            ours = _open_memory(f"/proc/{pid}/fd/{fd}")
         except OSError as error:
             raise TransferError(
                 f"cannot open the pool of process {pid}: {error.strerror}"
             ) from error
+        if ours < 0:
+            raise TransferError(f"descriptor {fd} of process {pid} is not a sealed segment")
         try:
             if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
                 raise TransferError(f"descriptor {fd} of process {pid} is not a sealed segment")
@@ -120,14 +122,11 @@ class SharedSegment:
                     f"descriptor {fd} of process {pid} is not the pool of {owner:016x}, which "
                     "named it"
                 )
-            segment = cls(_map(ours, size_bytes, mmap.MAP_SHARED), -1)
+            return cls(_map(ours, size_bytes, mmap.MAP_SHARED), -1)
         except OSError as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
             os.close(ours)
-        # The result is ignored: if the kernel cannot pre-fault, the first writes fault pages in.
-        prefault(segment.address, segment.size_bytes)
-        return segment
 
     def __repr__(self) -> str:
         kind = (
@@ -149,6 +148,12 @@ class SharedSegment:
         if self._mapping is None:
             raise LayoutError(f"the segment of {self.size_bytes} bytes is closed")
         return self._mapping
+
+    def prefault(self, size_bytes: int) -> None:
+        """Fault in the first bytes of a peer's segment, so that writes need not. 1 GiB takes some
+        0.15 s. If the kernel cannot do it, the first writes fault pages in.
+        """
+        prefault(self.address, min(size_bytes, self.size_bytes))
 
     def claim(self, owner: int) -> None:
         """Claim the segment for the node with incarnation `owner`, so that peers can check it.
@@ -181,6 +186,22 @@ class SharedSegment:
         if self._close_fd is not None:
             # A finalizer runs only once, so a second `close` has no effect.
             self._close_fd()
+
+
+def _open_memory(path: str) -> int:
+    """Open another process's memfd, and return our descriptor of it; -1 for any other file.
+
+    A file of another kind is never opened, because that may block: its server may not answer.
+    Raises: OSError.
+    """
+    place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        ours = f"/proc/self/fd/{place}"
+        if not os.readlink(ours).startswith("/memfd:"):
+            return -1
+        return os.open(ours, os.O_RDWR | os.O_CLOEXEC)
+    finally:
+        os.close(place)
 
 
 def _read_claims(fd: int, offset: int) -> set[int]:

@@ -10,6 +10,7 @@ import resource
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -246,6 +247,29 @@ def test_only_sealed_segments_are_opened(tmp_path: object) -> None:
         SharedSegment.open_peer(os.getpid(), fd)
     with open(f"{tmp_path}/file", "w+b") as file, pytest.raises(TransferError):
         SharedSegment.open_peer(os.getpid(), file.fileno())
+
+
+def test_a_file_of_another_kind_is_not_even_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server may not answer, and opening it would then stop the event loop."""
+    opened: list[int] = []
+    os_open = os.open
+
+    def noted(path: str, flags: int) -> int:
+        opened.append(flags)
+        return os_open(path, flags)
+
+    os.mkfifo(tmp_path / "memfd:kvflow-pool")
+    fifo = os.open(tmp_path / "memfd:kvflow-pool", os.O_RDWR)
+    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    monkeypatch.setattr(os, "open", noted)
+    for fd in (fifo, file, 0):
+        with pytest.raises(TransferError, match=f"descriptor {fd} of .* is not a sealed segment"):
+            SharedSegment.open_peer(os.getpid(), fd)
+    assert opened == [os.O_PATH | os.O_CLOEXEC] * 3
+    for fd in (fifo, file):
+        os.close(fd)
 
 
 @pytest.mark.parametrize("owner", [0, 7])

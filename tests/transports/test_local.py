@@ -7,6 +7,8 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import msgspec
@@ -16,7 +18,7 @@ import pytest
 from kvflow.memory.pool import PagedPool
 from kvflow.memory.shared import SharedSegment
 from kvflow.protocols.errors import LayoutError, TransferError
-from kvflow.protocols.pages.layout import build_layout
+from kvflow.protocols.pages.layout import PoolLayout, build_layout
 from kvflow.protocols.ports import PlaneAddress, WriteOutcome
 from kvflow.testing.conformance.bench import let_write
 from kvflow.transports.data import local
@@ -31,6 +33,7 @@ from tests.transports.peer_process import (
     local_planes,
     pages,
     spawned,
+    until,
 )
 
 PLANE = "local"
@@ -205,6 +208,110 @@ async def test_offsets_from_the_wire_are_checked_against_the_real_segment(
     more_pages = msgspec.structs.replace(peer.layout, spaces=(more,))
     with pytest.raises(LayoutError):
         await side.plane.connect(peer.address, more_pages)
+
+
+LAYOUT = build_layout([("k", "uint8", (64,))], page_size=16, num_pages=8)
+
+
+@contextmanager
+def targets(*layouts: PoolLayout) -> Iterator[list[tuple[PlaneAddress, PoolLayout, PagedPool]]]:
+    """Pools that can be written to, each with its address and its layout as peers see it."""
+    pools = [PagedPool.allocate(layout) for layout in layouts]
+    try:
+        yield [(*LocalPlane(pool.segment).export(pool.layout), pool) for pool in pools]
+    finally:
+        for pool in pools:
+            pool.close()
+
+
+def without_threads(plane: LocalPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run(*_: object, **__: object) -> None:
+        raise AssertionError("a thread is asked")
+
+    monkeypatch.setattr(plane._connecting, "run", run)
+
+
+async def test_a_small_pool_of_a_known_layout_is_mapped_without_a_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with local_planes(LAYOUT) as (plane, _, source, _):
+        with targets(LAYOUT, LAYOUT, LAYOUT) as peers:
+            routes = [await plane.connect(*peers[0][:2])]
+            without_threads(plane, monkeypatch)
+            routes += [await plane.connect(*peer[:2]) for peer in peers[1:]]
+            for i, (route, (_, _, pool)) in enumerate(zip(routes, peers, strict=True)):
+                source.tensor("k").fill_(i + 1)
+                assert await end_of(route.write(pages(3), pages(i))) is WriteOutcome.LANDED
+                assert (pool.pages_bytes(pages(i)) == i + 1).all()
+            for *_, pool in peers:
+                written = np.count_nonzero(pool.pages_bytes(pages(*range(8))))
+                assert written == LAYOUT.place_bytes[0], "one page each"
+
+
+@pytest.mark.parametrize("why", ["large", "another layout", "another pool of ours"])
+async def test_a_pool_is_otherwise_mapped_in_a_thread(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = 16 if why == "another layout" else 8
+    first = build_layout([("k", "uint8", (64,))], page_size=16, num_pages=8)
+    second = build_layout([("k", "uint8", (64,))], page_size=16, num_pages=more)
+    async with local_planes(LAYOUT) as (plane, _, source, _):
+        with targets(first, second) as peers:
+            await plane.connect(*peers[0][:2])
+            if why == "large":
+                monkeypatch.setattr(local, "_SMALL_BYTES", 64 * 16 * 8 - 1)
+            if why == "another pool of ours":
+                plane.export(source.layout)
+            without_threads(plane, monkeypatch)
+            with pytest.raises(AssertionError, match="a thread is asked"):
+                await plane.connect(*peers[1][:2])
+
+
+async def test_a_known_layout_is_checked_against_each_segment() -> None:
+    large = build_layout([("k", "uint8", (64,))], page_size=16, num_pages=64)
+    async with local_planes(LAYOUT) as (plane, _, _, _):
+        with targets(large, LAYOUT) as ((address, layout, _), (smaller, _, _)):
+            await plane.connect(address, layout)
+            with pytest.raises(LayoutError, match="ends at 65536, the peer's segment at 8192"):
+                await plane.connect(smaller, layout)
+            assert len(plane._routes) == 1
+
+
+async def test_few_layouts_of_peers_are_remembered() -> None:
+    layouts = [
+        build_layout([("k", "uint8", (64,))], page_size=16, num_pages=8 + n)
+        for n in range(local._PLANNERS + 2)
+    ]
+    async with local_planes(LAYOUT) as (plane, _, _, _):
+        with targets(*layouts) as peers:
+            for address, layout, _ in peers:
+                await plane.connect(address, layout)
+            kept = [layout.num_places for layout in plane._planners]
+            assert kept == [layout.num_places for layout in layouts[2:]]
+
+
+async def test_a_large_pool_is_unmapped_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_SMALL_BYTES", 0)
+    closed: list[str] = []
+    close = SharedSegment.close
+
+    def noted(segment: SharedSegment) -> None:
+        closed.append(threading.current_thread().name)
+        close(segment)
+
+    async with local_planes(LAYOUT) as (plane, _, _, _):
+        with targets(LAYOUT) as ((address, layout, _),):
+            route = await plane.connect(address, layout)
+            monkeypatch.setattr(SharedSegment, "close", noted)
+            route.close()
+            await until(lambda: closed)
+            assert closed[0].startswith("kvflow-local-connect")
+            # After the end of the threads, the caller unmaps it.
+            route = await plane.connect(address, layout)
+            plane._connecting.close()
+            route.close()
+            assert closed[1:] == [threading.current_thread().name]
+        monkeypatch.undo()
 
 
 async def test_a_child_of_the_writer_has_no_way_in(side: Side, peer: Peer) -> None:

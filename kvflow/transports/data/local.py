@@ -40,6 +40,8 @@ import asyncio
 import ctypes
 import re
 import time
+from collections.abc import Callable
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -58,6 +60,9 @@ from kvflow.transports.host.identity import check_same_host, is_alive, own_ident
 # Pools mapped at a time, and the time limit for one. The kernel takes a minute or two to provide
 # 1 TiB of pages.
 _CONNECTS, _CONNECT_S = 4, 120.0
+# Pools of a known layout and up to this size are mapped on the event loop, which takes some 0.1 ms.
+_SMALL_BYTES = 1 << 20
+_PLANNERS = 8  # layouts that are known
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst has at least one block
 _CROWDED_BURSTS = 64  # long bursts before short ones are tried again
@@ -100,6 +105,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
             self._threads += [WriteThread(f"{self.name}-{n}") for n in range(1, copy_threads)]
         self._segment = segment
         self._connecting = Threads("local-connect", _CONNECTS)
+        self._planners: dict[PoolLayout, Planner] = {}  # by the layout of a peer
 
     def __repr__(self) -> str:
         pool = "a shared pool" if self._segment is not None else "a pool that only sends"
@@ -115,6 +121,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         """
         layout.check()
         self._layout = layout
+        self._planners.clear()
         segment = self._segment
         if segment is None or segment.fd < 0:
             return PlaneAddress(self.name, "", own_identity()), layout
@@ -135,19 +142,35 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         ours = self._own_layout()
         for thread in self._threads:
             thread.start()
+        planner = self._planners.get(layout)
+        # A thread that runs a little Python waits for the GIL again and again, so what is short is
+        # done on the event loop.
+        if planner is not None and end_of(layout) <= _SMALL_BYTES:
+            return self._keep(self._open(ours, address, layout, planner))
         try:
             route = await self._connecting.run(
-                lambda: self._open(ours, address, layout), LocalRoute.close, within_s=_CONNECT_S
+                lambda: self._open(ours, address, layout, planner),
+                LocalRoute.close,
+                within_s=_CONNECT_S,
             )
         except TimeoutError:
             pid = address.process.pid
             raise TransferError(
                 f"the pool of process {pid} could not be mapped within {_CONNECT_S:g} s"
             ) from None
+        if ours is self._layout:
+            self._planners.pop(layout, None)
+            self._planners[layout] = route.planner
+            if len(self._planners) > _PLANNERS:
+                del self._planners[next(iter(self._planners))]
         return self._keep(route)
 
-    def _open(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> LocalRoute:
-        theirs.check()
+    def _open(
+        self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout, known: Planner | None
+    ) -> LocalRoute:
+        """Map the peer's pool. `known` is a planner to another peer with the same layout."""
+        if known is None:
+            theirs.check()
         segment = map_peer(address)
         try:
             for b in theirs.buffers:
@@ -156,13 +179,23 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
                         f"buffer {b.name!r} ends at {end}, the peer's segment at "
                         f"{segment.size_bytes}"
                     )
-            bases = np.array([segment.address + b.address for b in theirs.buffers], dtype=np.int64)
-            block_bytes = min(_MAX_BLOCK_BYTES, self._thread.slice_bytes)
-            planner = Planner(ours, theirs, max_block_bytes=block_bytes, target_bases=bases)
+            segment.prefault(end_of(theirs))
+            if known is None:
+                block_bytes = min(_MAX_BLOCK_BYTES, self._thread.slice_bytes)
+                known = Planner(ours, theirs, max_block_bytes=block_bytes)
         except BaseException:
             segment.close()
             raise
-        return LocalRoute(self._threads, planner, segment, self._routes)
+        planner = known.moved(segment.address)
+        return LocalRoute(self._threads, planner, segment, self._routes, self._unmap)
+
+    def _unmap(self, segment: SharedSegment) -> None:
+        """Unmap a peer's pool, in a thread if it is large: 1 GiB takes some 20 ms."""
+        if segment.size_bytes > _SMALL_BYTES:
+            with suppress(RuntimeError):  # the process ends, or no thread can be started
+                self._connecting.executor.submit(segment.close)
+                return
+        segment.close()
 
     async def fence(self, writer: PlaneAddress) -> None:
         """Wait until the writer's process is dead.
@@ -170,6 +203,11 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         Raises: TransferError for a process on another host.
         """
         await wait_dead(writer.process)
+
+
+def end_of(layout: PoolLayout) -> int:
+    """Return the offset behind the last buffer of a layout whose addresses are offsets."""
+    return max((b.address + b.size_bytes for b in layout.buffers), default=0)
 
 
 def map_peer(address: PlaneAddress) -> SharedSegment:
@@ -198,8 +236,10 @@ class LocalRoute(PlannedRoute):
         planner: Planner,
         segment: SharedSegment,
         siblings: set[LocalRoute],
+        unmap: Callable[[SharedSegment], object],
     ) -> None:
         super().__init__(threads[0], planner, siblings)
+        self._unmap = unmap
         # The threads share the copier. If two of them change its count at once, long bursts end a
         # little sooner or later.
         self._segment, self._copier, self._threads = segment, _Copier(), threads
@@ -240,7 +280,7 @@ class LocalRoute(PlannedRoute):
         return _CopyJob(self, write, self._copier)
 
     def release(self) -> None:
-        self._segment.close()
+        self._unmap(self._segment)
 
 
 class PartedWrite:

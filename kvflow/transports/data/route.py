@@ -6,6 +6,7 @@ the blocks of a tiny write that it copies itself: see `Planner.few_blocks`.
 
 from __future__ import annotations
 
+import copy
 from itertools import islice
 from typing import NamedTuple, Self
 
@@ -42,7 +43,6 @@ class Planner:
         target: PoolLayout,
         *,
         max_block_bytes: int,
-        target_bases: Addresses | None = None,
     ) -> None:
         """`target` may also have parts of other ranks, which `source` lacks. If the pools have
         pages of different sizes, all lists number fine pages (see `pages.fine`).
@@ -51,7 +51,9 @@ class Planner:
         """
         ours, theirs = in_common_pages(source, target)
         self._pairing = Pairing(ours, theirs, partly=True)
-        self._max_block_bytes, self._target_bases = max_block_bytes, target_bases
+        self._max_block_bytes = max_block_bytes
+        self._moved = 0
+        self._target_bases: Addresses | None = None
         self.page_bytes, self.place_bytes = self._pairing.page_bytes, self._pairing.place_bytes
         """Bytes written per page of the first space, and per place of each space."""
         self._whole_target, self._source, self._target = target, ours, theirs
@@ -64,12 +66,17 @@ class Planner:
 
     def from_source(self, source: PoolLayout) -> Planner:
         """Return a planner like this one for another layout of the source."""
-        return Planner(
-            source,
-            self._whole_target,
-            max_block_bytes=self._max_block_bytes,
-            target_bases=self._target_bases,
-        )
+        planner = Planner(source, self._whole_target, max_block_bytes=self._max_block_bytes)
+        return planner.moved(self._moved)
+
+    def moved(self, distance: int) -> Planner:
+        """Return a planner like this one for a target that lies `distance` bytes further on than
+        its layout says. It shares all that is known of the two layouts with this one.
+        """
+        addresses = [b.address + distance for b in self._target.buffers]
+        planner = copy.copy(self)
+        planner._moved, planner._target_bases = distance, np.array(addresses, dtype=np.int64)
+        return planner
 
     def check(self, source_pages: PageIndices, target_pages: PageIndices) -> None:
         """Check the two page lists of a write.
@@ -131,11 +138,12 @@ class Planner:
         sources: list[int] = []
         targets: list[int] = []
         sizes: list[int] = []
+        moved = self._moved
         for steps, here, there in parts:
             for source_page, target_page in zip(here.tolist(), there.tolist(), strict=True):
                 for source, source_step, target, target_step, size in steps:
                     sources.append(source + source_step * source_page)
-                    targets.append(target + target_step * target_page)
+                    targets.append(moved + target + target_step * target_page)
                     sizes.append(size)
         return BlockList(sources, targets, sizes)
 
