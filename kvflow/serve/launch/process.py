@@ -28,6 +28,7 @@ from kvflow.http.listening import listening_on
 from kvflow.protocols.errors import KvflowError
 from kvflow.serve.config.settings import Settings
 from kvflow.serve.launch.logs import set_up_logging
+from kvflow.transports.host.descriptors import prepare_descriptors
 
 READY_FD = "KVFLOW_READY_FD"
 PARENT_PID = "KVFLOW_PARENT_PID"
@@ -35,6 +36,7 @@ NOTIFY_SOCKET = "NOTIFY_SOCKET"  # systemd's name for it
 _PR_SET_PDEATHSIG = 1
 LAST_WORDS_S = 1.0  # time to send errors to the requests that a drain ends
 MAX_OPEN_FILES = 1 << 16
+DESCRIPTORS = 1 << 14  # for which the kernel makes room at the start
 # Longest time that the event loop waits for a thread that runs Python code. The default is 5 ms.
 SWITCH_INTERVAL_S = 0.001
 # Number of middle-generation collections before a full one. Python's default is 10.
@@ -145,7 +147,10 @@ async def drain_requests(server: Drainable, stop: StopSignals, timeout_s: float)
 
 
 def settle() -> None:
-    """Set what a process that serves for long wants of the interpreter, once its parts exist."""
+    """Set what a process that serves for long wants of the interpreter and of the kernel, once its
+    parts exist.
+    """
+    prepare_descriptors(DESCRIPTORS)
     # Objects that exist now stay, so full collections skip them and are a hundred times rarer.
     gc.collect()
     gc.freeze()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import resource
 
 
@@ -9,3 +11,17 @@ def descriptors_for(most: int) -> int:
     """Return `most`, or half of this process's limit on descriptors if that is less."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else min(most, soft // 2)
+
+
+def prepare_descriptors(most: int) -> None:
+    """Let the kernel enlarge this process's table of descriptors for `most` of them, or for half of
+    its limit.
+
+    The kernel doubles the table when it is full. In a process with threads, the one that opens the
+    next descriptor then waits for every other core: 10 to 90 ms.
+    """
+    fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.close(fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, descriptors_for(most) - 1))
+    finally:
+        os.close(fd)
