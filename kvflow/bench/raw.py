@@ -86,8 +86,8 @@ class RawMemmove(RawWriter):
     """The local plane's limit: memmove, block by block, into the shared pool."""
 
     def __init__(self, ours: PoolLayout, address: PlaneAddress, theirs: PoolLayout) -> None:
-        self._segment = map_peer(address)
-        self._segment.prefault(self._segment.size_bytes)
+        self._segment = map_peer(address, theirs)
+        self._segment.prefault()
         bases = np.array(
             [self._segment.address + b.address for b in theirs.buffers], dtype=np.int64
         )

@@ -14,7 +14,9 @@ its claim is missing there, so `open_peer` refuses the descriptor.
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import functools
 import mmap
 import os
 import struct
@@ -95,13 +97,16 @@ class SharedSegment:
             raise LayoutError(f"no memory for a pool of {size_bytes} bytes: {error}") from error
 
     @classmethod
-    def open_peer(cls, pid: int, fd: int, owner: int = 0) -> SharedSegment:
-        """Map descriptor `fd` of process `pid`. This does not block; `prefault` does.
+    def open_peer(
+        cls, pid: int, fd: int, owner: int = 0, *, size_bytes: int | None = None
+    ) -> SharedSegment:
+        """Map the first `size_bytes` of descriptor `fd` of process `pid`, or all of it. This does
+        not block; `prefault` does.
 
         The caller must check before and after the call that `pid` is still the same process.
         `owner` is the incarnation whose claim the segment must carry; 0 skips this check. Raises:
         TransferError if the descriptor cannot be opened, is not a sealed segment, or lacks the
-        claim.
+        claim; LayoutError if the segment is smaller.
         """
         try:
             ours = _open_memory(f"/proc/{pid}/fd/{fd}")
@@ -114,15 +119,18 @@ class SharedSegment:
         try:
             if fcntl.fcntl(ours, _F_GET_SEALS) & _SEALS != _SEALS:
                 raise TransferError(f"descriptor {fd} of process {pid} is not a sealed segment")
-            size_bytes = os.fstat(ours).st_size - _CLAIMS_BYTES
-            if size_bytes < 1:
+            whole = os.fstat(ours).st_size - _CLAIMS_BYTES
+            if whole < 1:
                 raise TransferError(f"descriptor {fd} of process {pid} has no bytes of a pool")
-            if owner and owner not in _read_claims(ours, size_bytes):
+            if owner and owner not in _read_claims(ours, whole):
                 raise TransferError(
                     f"descriptor {fd} of process {pid} is not the pool of {owner:016x}, which "
                     "named it"
                 )
-            return cls(_map(ours, size_bytes, mmap.MAP_SHARED), -1)
+            mapped = whole if size_bytes is None else _whole_pages(size_bytes)
+            if mapped > whole:
+                raise LayoutError(f"the pool ends at {size_bytes}, the peer's segment at {whole}")
+            return cls(_map(ours, mapped, mmap.MAP_SHARED), -1)
         except OSError as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
@@ -149,11 +157,22 @@ class SharedSegment:
             raise LayoutError(f"the segment of {self.size_bytes} bytes is closed")
         return self._mapping
 
-    def prefault(self, size_bytes: int) -> None:
-        """Fault in the first bytes of a peer's segment, so that writes need not. 1 GiB takes some
-        0.15 s. If the kernel cannot do it, the first writes fault pages in.
+    def prefault(self) -> None:
+        """Fault in a peer's segment, so that writes need not. 1 GiB takes some 0.15 s. If the
+        kernel cannot do it, the first writes fault pages in.
         """
-        prefault(self.address, min(size_bytes, self.size_bytes))
+        prefault(self.address, self.size_bytes)
+
+    def close_peer(self) -> None:
+        """Close a peer's segment of any size: call it in a thread. 1 GiB takes some 20 ms.
+
+        `close` alone would keep other threads from mapping memory for that time. So the pages are
+        taken out piece by piece first. They stay in the memory of the peer.
+        """
+        for offset in range(0, self.size_bytes, _PREFAULT_BYTES):
+            length = min(_PREFAULT_BYTES, self.size_bytes - offset)
+            _libc.madvise(self.address + offset, length, mmap.MADV_DONTNEED)
+        self.close()
 
     def claim(self, owner: int) -> None:
         """Claim the segment for the node with incarnation `owner`, so that peers can check it.
@@ -191,17 +210,35 @@ class SharedSegment:
 def _open_memory(path: str) -> int:
     """Open another process's memfd, and return our descriptor of it; -1 for any other file.
 
-    A file of another kind is never opened, because that may block: its server may not answer.
-    Raises: OSError.
+    Another file is never opened, because its server may not answer. A name proves nothing: any
+    file system can have a file whose name looks like that of a memfd. All memfds are on one mount
+    of the kernel's own. Raises: OSError, also if the process holds a lease on the memfd.
     """
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        ours = f"/proc/self/fd/{place}"
-        if not os.readlink(ours).startswith("/memfd:"):
+        if _mount(place) != _memfd_mount():
             return -1
-        return os.open(ours, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(f"/proc/self/fd/{place}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     finally:
         os.close(place)
+
+
+def _mount(fd: int) -> bytes:
+    """Return the number of the mount on which a file of ours is. This asks no file system."""
+    with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
+        for line in file:
+            if line.startswith(b"mnt_id:"):
+                return line
+    raise OSError(errno.ENOTSUP, "the kernel does not tell on which mount a descriptor is")
+
+
+@functools.cache
+def _memfd_mount() -> bytes:
+    fd = os.memfd_create("kvflow-mount", os.MFD_CLOEXEC)
+    try:
+        return _mount(fd)
+    finally:
+        os.close(fd)
 
 
 def _read_claims(fd: int, offset: int) -> set[int]:

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import resource
+import signal
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -270,6 +271,31 @@ def test_a_file_of_another_kind_is_not_even_opened(
     assert opened == [os.O_PATH | os.O_CLOEXEC] * 3
     for fd in (fifo, file):
         os.close(fd)
+
+
+def test_a_lease_on_a_segment_is_not_awaited() -> None:
+    """Its holder may keep whoever opens it waiting, for 45 s by default."""
+    theirs = SharedSegment.create(4096)
+    leased = os.open(f"/proc/self/fd/{theirs.fd}", os.O_RDWR | os.O_CLOEXEC)
+    theirs.close()  # a lease is for the only descriptor of a file
+    held = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    try:
+        fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        with pytest.raises(TransferError, match="cannot open the pool"):
+            SharedSegment.open_peer(os.getpid(), leased)
+    finally:
+        os.close(leased)
+        signal.signal(signal.SIGIO, held)
+
+
+def test_the_memory_of_a_peer_stays_when_it_is_unmapped() -> None:
+    theirs = SharedSegment.create(1 << 16)
+    theirs.memory[100:104] = b"kept"
+    mine = SharedSegment.open_peer(os.getpid(), theirs.fd)
+    mine.prefault()
+    mine.close_peer()
+    assert theirs.memory[100:104] == b"kept"
+    theirs.close()
 
 
 @pytest.mark.parametrize("owner", [0, 7])

@@ -135,9 +135,9 @@ async def test_a_pool_that_is_long_in_being_mapped_is_given_up(
 ) -> None:
     mapping, map_peer = threading.Event(), local.map_peer
 
-    def slowly(address: PlaneAddress) -> SharedSegment:
+    def slowly(address: PlaneAddress, layout: PoolLayout) -> SharedSegment:
         assert mapping.wait(20)
-        return map_peer(address)
+        return map_peer(address, layout)
 
     monkeypatch.setattr(local, "map_peer", slowly)
     monkeypatch.setattr(local, "_CONNECT_S", 0.05)
@@ -248,7 +248,7 @@ async def test_a_small_pool_of_a_known_layout_is_mapped_without_a_thread(
                 assert written == LAYOUT.place_bytes[0], "one page each"
 
 
-@pytest.mark.parametrize("why", ["large", "another layout", "another pool of ours"])
+@pytest.mark.parametrize("why", ["large", "many", "another layout", "another pool of ours"])
 async def test_a_pool_is_otherwise_mapped_in_a_thread(
     why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -260,6 +260,8 @@ async def test_a_pool_is_otherwise_mapped_in_a_thread(
             await plane.connect(*peers[0][:2])
             if why == "large":
                 monkeypatch.setattr(local, "_SMALL_BYTES", 64 * 16 * 8 - 1)
+            if why == "many":
+                monkeypatch.setattr(local, "_FEW_BUFFERS", 0)
             if why == "another pool of ours":
                 plane.export(source.layout)
             without_threads(plane, monkeypatch)
@@ -286,32 +288,55 @@ async def test_few_layouts_of_peers_are_remembered() -> None:
         with targets(*layouts) as peers:
             for address, layout, _ in peers:
                 await plane.connect(address, layout)
+                await plane.connect(*peers[0][:2])
             kept = [layout.num_places for layout in plane._planners]
-            assert kept == [layout.num_places for layout in layouts[2:]]
+            assert kept == [layout.num_places for layout in (*layouts[3:], layouts[0])]
 
 
 async def test_a_large_pool_is_unmapped_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_SMALL_BYTES", 0)
-    closed: list[str] = []
-    close = SharedSegment.close
+    closed, may_close, close = [], threading.Event(), SharedSegment.close_peer
 
-    def noted(segment: SharedSegment) -> None:
-        closed.append(threading.current_thread().name)
+    def slowly(segment: SharedSegment) -> None:
+        assert may_close.wait(20)
         close(segment)
+        closed.append(segment)
 
+    monkeypatch.setattr(SharedSegment, "close_peer", slowly)
     async with local_planes(LAYOUT) as (plane, _, _, _):
-        with targets(LAYOUT) as ((address, layout, _),):
+        with targets(LAYOUT, LAYOUT) as peers:
+            routes = [await plane.connect(*peer[:2]) for peer in peers]
+            routes[0].close()
+            closing = asyncio.create_task(plane.close())
+            await until(lambda: routes[1].closed)
+            assert not closed and not closing.done()
+            may_close.set()
+            await closing
+            assert len(closed) == 2, "a plane is closed when nothing of its peers is mapped"
+
+
+async def test_a_large_pool_is_unmapped_after_the_end_of_all_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(local, "_SMALL_BYTES", 0)
+    async with local_planes(LAYOUT) as (plane, _, _, _):
+        with targets(LAYOUT) as ((address, layout, pool),):
             route = await plane.connect(address, layout)
-            monkeypatch.setattr(SharedSegment, "close", noted)
+            pool.tensor("k").fill_(7)
+            plane._unmapping.close()
             route.close()
-            await until(lambda: closed)
-            assert closed[0].startswith("kvflow-local-connect")
-            # After the end of the threads, the caller unmaps it.
-            route = await plane.connect(address, layout)
-            plane._connecting.close()
-            route.close()
-            assert closed[1:] == [threading.current_thread().name]
-        monkeypatch.undo()
+            assert repr(route._segment).endswith("closed>")
+            assert (pool.pages_bytes(pages(0, 7)) == 7).all()
+
+
+async def test_only_what_a_layout_needs_of_a_segment_is_mapped() -> None:
+    larger = build_layout([("k", "uint8", (64,))], page_size=16, num_pages=64)
+    async with local_planes(LAYOUT) as (plane, _, _, _):
+        with targets(larger) as ((address, _, pool),):
+            (buffer,) = LAYOUT.buffers
+            placed = msgspec.structs.replace(buffer, address=0)
+            route = await plane.connect(address, msgspec.structs.replace(LAYOUT, buffers=(placed,)))
+            assert route._segment.size_bytes == 8192 < pool.layout.buffers[0].size_bytes
 
 
 async def test_a_child_of_the_writer_has_no_way_in(side: Side, peer: Peer) -> None:

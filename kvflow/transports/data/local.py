@@ -60,8 +60,9 @@ from kvflow.transports.host.identity import check_same_host, is_alive, own_ident
 # Pools mapped at a time, and the time limit for one. The kernel takes a minute or two to provide
 # 1 TiB of pages.
 _CONNECTS, _CONNECT_S = 4, 120.0
-# Pools of a known layout and up to this size are mapped on the event loop, which takes some 0.1 ms.
-_SMALL_BYTES = 1 << 20
+# Pools of a known layout are mapped on the event loop if they are no larger, in 0.1 to 0.5 ms.
+_SMALL_BYTES, _FEW_BUFFERS = 1 << 20, 256
+_UNMAP_S = 10.0  # for which a plane that closes waits for large pools to be unmapped
 _PLANNERS = 8  # layouts that are known
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst has at least one block
@@ -105,6 +106,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
             self._threads += [WriteThread(f"{self.name}-{n}") for n in range(1, copy_threads)]
         self._segment = segment
         self._connecting = Threads("local-connect", _CONNECTS)
+        self._unmapping = Threads("local-unmap")
         self._planners: dict[PoolLayout, Planner] = {}  # by the layout of a peer
 
     def __repr__(self) -> str:
@@ -142,11 +144,13 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         ours = self._own_layout()
         for thread in self._threads:
             thread.start()
-        planner = self._planners.get(layout)
-        # A thread that runs a little Python waits for the GIL again and again, so what is short is
-        # done on the event loop.
-        if planner is not None and end_of(layout) <= _SMALL_BYTES:
-            return self._keep(self._open(ours, address, layout, planner))
+        planner = self._planners.pop(layout, None)
+        if planner is not None:
+            self._planners[layout] = planner  # as the last one
+            # A thread that runs a little Python waits for the GIL again and again, so what is short
+            # is done on the event loop.
+            if end_of(layout) <= _SMALL_BYTES and len(layout.buffers) <= _FEW_BUFFERS:
+                return self._keep(self._open(ours, address, layout, planner))
         try:
             route = await self._connecting.run(
                 lambda: self._open(ours, address, layout, planner),
@@ -171,18 +175,12 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         """Map the peer's pool. `known` is a planner to another peer with the same layout."""
         if known is None:
             theirs.check()
-        segment = map_peer(address)
+        segment = map_peer(address, theirs)
         try:
-            for b in theirs.buffers:
-                if (end := b.address + b.size_bytes) > segment.size_bytes:
-                    raise LayoutError(
-                        f"buffer {b.name!r} ends at {end}, the peer's segment at "
-                        f"{segment.size_bytes}"
-                    )
-            segment.prefault(end_of(theirs))
             if known is None:
                 block_bytes = min(_MAX_BLOCK_BYTES, self._thread.slice_bytes)
                 known = Planner(ours, theirs, max_block_bytes=block_bytes)
+            segment.prefault()
         except BaseException:
             segment.close()
             raise
@@ -190,12 +188,17 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return LocalRoute(self._threads, planner, segment, self._routes, self._unmap)
 
     def _unmap(self, segment: SharedSegment) -> None:
-        """Unmap a peer's pool, in a thread if it is large: 1 GiB takes some 20 ms."""
+        """Unmap a peer's pool, in a thread if it is large."""
         if segment.size_bytes > _SMALL_BYTES:
             with suppress(RuntimeError):  # the process ends, or no thread can be started
-                self._connecting.executor.submit(segment.close)
+                self._unmapping.executor.submit(segment.close_peer)
                 return
         segment.close()
+
+    async def _release(self) -> None:
+        # One thread unmaps in order, so what was unmapped before is gone when its turn comes.
+        with suppress(RuntimeError, TimeoutError):
+            await self._unmapping.run(lambda: None, within_s=_UNMAP_S)
 
     async def fence(self, writer: PlaneAddress) -> None:
         """Wait until the writer's process is dead.
@@ -210,8 +213,11 @@ def end_of(layout: PoolLayout) -> int:
     return max((b.address + b.size_bytes for b in layout.buffers), default=0)
 
 
-def map_peer(address: PlaneAddress) -> SharedSegment:
-    """Map the segment of exactly the process that the address names. Raises: TransferError."""
+def map_peer(address: PlaneAddress, layout: PoolLayout) -> SharedSegment:
+    """Map the pool of exactly the process that the address names.
+
+    Raises: TransferError; LayoutError if the process's memory is smaller than its layout says.
+    """
     found = _ADDRESS.match(address.locator)
     if found is None:
         raise TransferError(
@@ -219,7 +225,9 @@ def map_peer(address: PlaneAddress) -> SharedSegment:
             f"{address.locator!r:.80})"
         )
     check_same_host(address.process)
-    segment = SharedSegment.open_peer(address.process.pid, int(found[1]), address.owner)
+    segment = SharedSegment.open_peer(
+        address.process.pid, int(found[1]), address.owner, size_bytes=end_of(layout)
+    )
     # Check after opening: if the pid was re-used, the memory may be another process's.
     if not is_alive(address.process):
         segment.close()

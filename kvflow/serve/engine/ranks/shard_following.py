@@ -86,7 +86,7 @@ class ShardFollower:
     def _map(self, message: wire.MapPool) -> None:
         message.layout.check()
         segment = SharedSegment.open_peer(message.pid, message.descriptor)
-        segment.prefault(segment.size_bytes)
+        segment.prefault()
         self._pool = PagedPool.mapped(message.layout, segment)
         self._runner = self._model.runner(self._pool)
         self._link.send(wire.Ended(0))
