@@ -30,11 +30,14 @@ _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 1, 2, 4
 _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 # Available since Linux 5.14, but missing in the mmap module of Python 3.11.
 _MADV_POPULATE_WRITE = 23
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _PREFAULT_BYTES = 16 << 20
 _CLAIMS_BYTES = mmap.PAGESIZE
 _CLAIM = struct.Struct("<Q")
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
 
 
 def prefault(address: int, size_bytes: int) -> bool:
@@ -127,10 +130,9 @@ class SharedSegment:
                     f"descriptor {fd} of process {pid} is not the pool of {owner:016x}, which "
                     "named it"
                 )
-            mapped = whole if size_bytes is None else _whole_pages(size_bytes)
-            if mapped > whole:
+            if size_bytes is not None and size_bytes > whole:
                 raise LayoutError(f"the pool ends at {size_bytes}, the peer's segment at {whole}")
-            return cls(_map(ours, mapped, mmap.MAP_SHARED), -1)
+            return cls(_map_peer(ours, _whole_pages(size_bytes or whole)), -1)
         except OSError as error:
             raise TransferError(f"cannot map the pool of process {pid}: {error}") from error
         finally:
@@ -164,11 +166,13 @@ class SharedSegment:
         prefault(self.address, self.size_bytes)
 
     def close_peer(self) -> None:
-        """Close a peer's segment of any size: call it in a thread. 1 GiB takes some 20 ms.
+        """Close a large segment of a peer. Call it in a thread: 1 GiB takes some 20 ms. Idempotent.
 
-        `close` alone would keep other threads from mapping memory for that time. So the pages are
-        taken out piece by piece first. They stay in the memory of the peer.
+        `close` alone would keep other threads from mapping memory for that time, so this method
+        first drops the pages from the mapping, piece by piece. The peer keeps them.
         """
+        if self._mapping is None:
+            return
         for offset in range(0, self.size_bytes, _PREFAULT_BYTES):
             length = min(_PREFAULT_BYTES, self.size_bytes - offset)
             _libc.madvise(self.address + offset, length, mmap.MADV_DONTNEED)
@@ -210,10 +214,13 @@ class SharedSegment:
 def _open_memory(path: str) -> int:
     """Open another process's memfd, and return our descriptor of it; -1 for any other file.
 
-    Another file is never opened, because its server may not answer. A name proves nothing: any
-    file system can have a file whose name looks like that of a memfd. All memfds are on one mount
-    of the kernel's own. Raises: OSError, also if the process holds a lease on the memfd.
+    This function opens no other file, because the file's server may not answer. The name alone
+    proves nothing: any file system can have a file with the name of a memfd. But all memfds are on
+    one mount, which the kernel made. Raises: OSError, also if the process holds a lease on the
+    memfd.
     """
+    if not os.readlink(path).startswith("/memfd:"):
+        return -1
     place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if _mount(place) != _memfd_mount():
@@ -224,12 +231,12 @@ def _open_memory(path: str) -> int:
 
 
 def _mount(fd: int) -> bytes:
-    """Return the number of the mount on which a file of ours is. This asks no file system."""
+    """Return the line that numbers the mount of an open file. This asks no file system."""
     with open(f"/proc/self/fdinfo/{fd}", "rb") as file:
         for line in file:
             if line.startswith(b"mnt_id:"):
                 return line
-    raise OSError(errno.ENOTSUP, "the kernel does not tell on which mount a descriptor is")
+    raise OSError(errno.ENOTSUP, "the kernel does not say on which mount a file is")
 
 
 @functools.cache
@@ -265,6 +272,19 @@ def _affordable(size_bytes: int) -> int:
 
 def _map(fd: int, size_bytes: int, flags: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, size_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    return mapping
+
+
+def _map_peer(fd: int, size_bytes: int) -> mmap.mmap:
+    """Map a peer's memory, and keep no descriptor of it: a child would inherit the descriptor."""
+    # An mmap object of a file duplicates the descriptor. So the file is mapped over the memory of
+    # an object that has none.
+    mapping = _map(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+    if _libc.mmap(address, size_bytes, prot, flags, fd, 0) != address:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     mapping.madvise(mmap.MADV_DONTFORK)
     return mapping
 

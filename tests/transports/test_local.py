@@ -347,8 +347,15 @@ async def test_a_child_of_the_writer_has_no_way_in(side: Side, peer: Peer) -> No
     inode = os.stat(f"/proc/self/fd/{segment.fd}").st_ino
     assert f" {inode} " in _mapped(peer.process.pid)
     assert f" {inode} " not in _mapped(child)
+    assert inode not in _open_inodes(peer.process.pid) | _open_inodes(child)
     peer.process.kill()
     await asyncio.wait_for(side.plane.fence(peer.address), 20)
+
+
+def _open_inodes(pid: int) -> set[int]:
+    """The inodes of the memfds that a process has open."""
+    found = (f"/proc/{pid}/fd/{fd}" for fd in os.listdir(f"/proc/{pid}/fd"))
+    return {os.stat(path).st_ino for path in found if os.readlink(path).startswith("/memfd:")}
 
 
 def _mapped(pid: int) -> str:

@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import re
 import time
 from collections.abc import Callable
@@ -57,13 +58,15 @@ from kvflow.transports.data.threaded import ThreadedPlane
 from kvflow.transports.data.write_thread import AT_ONCE_BYTES, Assignment, ThreadWrite, WriteThread
 from kvflow.transports.host.identity import check_same_host, is_alive, own_identity, wait_dead
 
+_log = logging.getLogger(__name__)
 # Pools mapped at a time, and the time limit for one. The kernel takes a minute or two to provide
 # 1 TiB of pages.
 _CONNECTS, _CONNECT_S = 4, 120.0
-# Pools of a known layout are mapped on the event loop if they are no larger, in 0.1 to 0.5 ms.
+# The event loop maps pools of a known layout up to this size, with at most so many buffers. This
+# takes 0.1 to 0.5 ms.
 _SMALL_BYTES, _FEW_BUFFERS = 1 << 20, 256
-_UNMAP_S = 10.0  # for which a plane that closes waits for large pools to be unmapped
-_PLANNERS = 8  # layouts that are known
+_UNMAP_S = 10.0  # how long a closing plane waits until large pools are unmapped
+_PLANNERS = 8  # number of layouts whose planners are kept
 _BURST_BLOCKS = 64
 _BURST_BYTES = 2 << 20  # some 350 us; a burst has at least one block
 _CROWDED_BURSTS = 64  # long bursts before short ones are tried again
@@ -188,7 +191,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         return LocalRoute(self._threads, planner, segment, self._routes, self._unmap)
 
     def _unmap(self, segment: SharedSegment) -> None:
-        """Unmap a peer's pool, in a thread if it is large."""
+        """Unmap a peer's pool. A thread unmaps a large one."""
         if segment.size_bytes > _SMALL_BYTES:
             with suppress(RuntimeError):  # the process ends, or no thread can be started
                 self._unmapping.executor.submit(segment.close_peer)
@@ -196,9 +199,12 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         segment.close()
 
     async def _release(self) -> None:
-        # One thread unmaps in order, so what was unmapped before is gone when its turn comes.
-        with suppress(RuntimeError, TimeoutError):
-            await self._unmapping.run(lambda: None, within_s=_UNMAP_S)
+        # The only thread works in order, so it has unmapped everything when this call begins.
+        with suppress(RuntimeError):
+            try:
+                await self._unmapping.run(lambda: None, within_s=_UNMAP_S)
+            except TimeoutError:
+                _log.warning("pools of peers are still being unmapped after %g s", _UNMAP_S)
 
     async def fence(self, writer: PlaneAddress) -> None:
         """Wait until the writer's process is dead.

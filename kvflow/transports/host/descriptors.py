@@ -21,7 +21,7 @@ def prepare_descriptors(most: int) -> None:
     The kernel doubles the table when it is full. In a process with threads, the one that opens the
     next descriptor then waits for every other core: 10 to 90 ms.
     """
-    # Whatever keeps the table from growing now will be reported by what needs a descriptor.
+    # If the table cannot grow now, the code that needs a descriptor later reports the error.
     with suppress(OSError):
         fd = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         try:
