@@ -297,6 +297,11 @@ async def test_a_large_pool_is_unmapped_in_a_thread(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(local, "_SMALL_BYTES", 0)
     closed, may_close, close = [], threading.Event(), SharedSegment.close_peer
 
+    def unmapping() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if "local-unmap" in thread.name}
+
+    before = unmapping()
+
     def slowly(segment: SharedSegment) -> None:
         assert may_close.wait(20)
         close(segment)
@@ -313,6 +318,7 @@ async def test_a_large_pool_is_unmapped_in_a_thread(monkeypatch: pytest.MonkeyPa
             may_close.set()
             await closing
             assert len(closed) == 2, "a plane is closed when nothing of its peers is mapped"
+            await until(lambda: not unmapping() - before)
 
 
 async def test_a_large_pool_is_unmapped_after_the_end_of_all_threads(

@@ -42,6 +42,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 
 import msgspec
@@ -110,6 +111,7 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         self._segment = segment
         self._connecting = Threads("local-connect", _CONNECTS)
         self._unmapping = Threads("local-unmap")
+        self._last_unmapped: Future[None] | None = None
         self._planners: dict[PoolLayout, Planner] = {}  # by the layout of a peer
 
     def __repr__(self) -> str:
@@ -194,16 +196,16 @@ class LocalPlane(ThreadedPlane["LocalRoute"]):
         """Unmap a peer's pool. A thread unmaps a large one."""
         if segment.size_bytes > _SMALL_BYTES:
             with suppress(RuntimeError):  # the process ends, or no thread can be started
-                self._unmapping.executor.submit(segment.close_peer)
+                self._last_unmapped = self._unmapping.executor.submit(segment.close_peer)
                 return
         segment.close()
 
     async def _release(self) -> None:
-        # The only thread works in order, so it has unmapped everything when this call begins.
-        with suppress(RuntimeError):
-            try:
-                await self._unmapping.run(lambda: None, within_s=_UNMAP_S)
-            except TimeoutError:
+        self._unmapping.close()
+        if self._last_unmapped is not None:
+            # The only thread works in order.
+            last = asyncio.wrap_future(self._last_unmapped)
+            if not (await asyncio.wait([last], timeout=_UNMAP_S))[0]:
                 _log.warning("pools of peers are still being unmapped after %g s", _UNMAP_S)
 
     async def fence(self, writer: PlaneAddress) -> None:
