@@ -14,6 +14,7 @@ import pytest
 
 from kvflow.serve.demo_model import DEMO_PROMPTS
 from tests.e2e.fleet import all_home, ask, generate, running
+from tests.near import Near
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("fleets")]
 
@@ -64,11 +65,11 @@ def bodies(dice: random.Random) -> dict[str, dict[str, Any]]:
 
 
 def told(answer: Any) -> Any:
-    """The answer without what differs between two requests, and with rounded numbers."""
+    """The answer without what differs between two requests, and with numbers that are near."""
     if isinstance(answer, list):
         return [told(one) for one in answer]
     if isinstance(answer, float):
-        return round(answer, 3)
+        return Near(answer)
     if isinstance(answer, dict):
         return {
             name: told(value)

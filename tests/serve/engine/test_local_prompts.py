@@ -17,6 +17,7 @@ from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.engine.model.load import LoadedModel, load_model
 from kvflow.serve.engine.scheduler import decode
 from kvflow.serve.engine.scheduler.params import SamplingParams, TokenOut
+from tests.near import Near
 from tests.serve.engine.pair import EnginePair, Watched, greedy, prompt_of, tokens_of, until
 from tests.serve.engine.tiny_models import Generated, Loaded, Tiny
 from tests.soak import sized
@@ -33,17 +34,17 @@ async def computed(pair: EnginePair, prompt: list[int], params: SamplingParams) 
 
 
 def told(outputs: list[TokenOut]) -> list[Any]:
-    """Everything of some tokens that has to be equal, with rounded logprobs."""
+    """Everything of some tokens that has to be equal, with logprobs that are near."""
 
-    def rounded(value: float | None) -> float | None:
-        return None if value is None else round(value, 3)
+    def near(value: float | None) -> float | None:
+        return None if value is None else Near(value)
 
     return [
         (
             out.token_id,
-            rounded(out.logprob),
-            [(i, rounded(p)) for i, p in out.top_logprobs],
-            [(i, rounded(p)) for i, p in out.asked_logprobs],
+            near(out.logprob),
+            [(i, near(p)) for i, p in out.top_logprobs],
+            [(i, near(p)) for i, p in out.asked_logprobs],
             out.finish_reason,
             out.matched_stop,
         )
