@@ -16,7 +16,7 @@ from tests.vllm.servers import BLOCK, VENV, Server
 
 SOURCE_DEADLINE_S = 5.0
 LOST_AFTER_S = 4.5  # with 2 s a loaded machine has been taken for a lost peer
-SLOW_BYTES_PER_S = 1e6
+SLOW_BYTES_PER_S = 5e5  # a prompt travels for 11 s, so that a loaded machine sees it on its way
 _FLEET = pytest.StashKey["Fleet"]()
 
 
