@@ -31,7 +31,7 @@ _SEALS = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 # Available since Linux 5.14, but missing in the mmap module of Python 3.11.
 _MADV_POPULATE_WRITE = 23
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_PREFAULT_BYTES = 16 << 20
+_PIECE_BYTES = 16 << 20
 _CLAIMS_BYTES = mmap.PAGESIZE
 _CLAIM = struct.Struct("<Q")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -45,12 +45,18 @@ def prefault(address: int, size_bytes: int) -> bool:
 
     Returns False if the kernel cannot do it.
     """
-    for offset in range(0, size_bytes, _PREFAULT_BYTES):
-        if _libc.madvise(
-            address + offset, min(_PREFAULT_BYTES, size_bytes - offset), _MADV_POPULATE_WRITE
-        ):
-            return False
-    return True
+    return _advise(address, size_bytes, _MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, size_bytes: int, advice: int) -> bool:
+    """Call madvise piece by piece, so that no call keeps others from mapping memory for long.
+
+    Returns False if the kernel refuses it.
+    """
+    return not any(
+        _libc.madvise(address + offset, min(_PIECE_BYTES, size_bytes - offset), advice)
+        for offset in range(0, size_bytes, _PIECE_BYTES)
+    )
 
 
 class SharedSegment:
@@ -173,9 +179,7 @@ class SharedSegment:
         """
         if self._mapping is None:
             return
-        for offset in range(0, self.size_bytes, _PREFAULT_BYTES):
-            length = min(_PREFAULT_BYTES, self.size_bytes - offset)
-            _libc.madvise(self.address + offset, length, mmap.MADV_DONTNEED)
+        _advise(self.address, self.size_bytes, mmap.MADV_DONTNEED)
         self.close()
 
     def claim(self, owner: int) -> None:

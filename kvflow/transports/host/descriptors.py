@@ -18,8 +18,8 @@ def prepare_descriptors(most: int) -> None:
     """Let the kernel enlarge this process's table of descriptors for `most` of them, or for half of
     its limit.
 
-    The kernel doubles the table when it is full. In a process with threads, the one that opens the
-    next descriptor then waits for every other core: 10 to 90 ms.
+    The kernel doubles the table when it is full. In a process with several threads, the thread that
+    opens the next descriptor then waits for every other core, for 10 to 90 ms.
     """
     # If the table cannot grow now, the code that needs a descriptor later reports the error.
     with suppress(OSError):
