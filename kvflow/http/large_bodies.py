@@ -64,18 +64,13 @@ class LongValues:
         """Return a decoded body with every marker replaced by its value.
 
         In the fields of `PROMPTS` a long array of token ids stays an array, uint32 [n].
-
-        Raises: RequestError for a body that is nested too deeply.
         """
         if not self._found:
             return body
-        try:
-            changed = {
-                name: self._restored(getattr(body, name), name in PROMPTS)
-                for name in body.__struct_fields__
-            }
-        except RecursionError:
-            raise RequestError("the body is nested too deep") from None
+        changed = {
+            name: self._restored(getattr(body, name), name in PROMPTS)
+            for name in body.__struct_fields__
+        }
         return msgspec.structs.replace(body, **changed)
 
     def _restored(self, value: Any, as_array: bool) -> Any:

@@ -165,7 +165,8 @@ _CLOSED = object()
 
 def _pieces(value: Any) -> Iterator[bytes]:
     """Yield bytes that identify a JSON value, whatever the order of the fields in its objects."""
-    # The stack is explicit, because a client may nest values deeper than Python can recurse.
+    # The stack is explicit, because a generator that called itself would hand each piece on through
+    # as many generators as lists and objects are open.
     left = [value]
     while left:
         item = left.pop()

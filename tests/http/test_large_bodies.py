@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.http import large_bodies
+from kvflow.http.bodies import MAX_NESTING
 from kvflow.http.errors import RequestError
 from kvflow.http.large_bodies import LARGE_BYTES, take_apart
 from kvflow.serve.http.completion_service import GenerationRequest
-from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, GenerateRequest
+from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, GenerateRequest, parse
 from tests.fakes.service import META, Role, body
 
 IDS = [i * 7919 % 100_000 for i in range(40_000)]
@@ -216,11 +217,15 @@ async def test_entries_are_counted_before_any_is_looked_at(
     assert "limit 256" in text or "limit 4096" in text
 
 
-async def test_a_body_with_a_long_value_that_is_nested_too_deep_is_refused() -> None:
-    deep: Any = "x"
-    for _ in range(2_000):
+async def test_a_long_value_that_is_nested_as_deep_as_a_body_may_be_is_put_back() -> None:
+    deep: Any = TEXT
+    # The body, its list of messages and the message are three more.
+    for _ in range(MAX_NESTING - 3):
         deep = [deep]
-    raw = msgspec.json.encode({"messages": [{"role": "user", "content": TEXT}]})
-    _, long_values = await take_apart(raw)
-    with pytest.raises(RequestError, match="the body is nested too deep"):
-        long_values.put_back(ChatRequest(messages=[{"role": "user", "x": deep}]))
+    message = {"role": "user", "x": deep}
+    raw, long_values = await take_apart(msgspec.json.encode({"messages": [message]}))
+    assert TEXT.encode() not in raw
+    assert long_values.put_back(parse(raw, ChatRequest)).messages == [message]
+    raw, _ = await take_apart(msgspec.json.encode({"messages": [{**message, "x": [deep]}]}))
+    with pytest.raises(RequestError, match="the body is nested 129 levels deep, limit 128"):
+        parse(raw, ChatRequest)

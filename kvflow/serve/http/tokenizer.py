@@ -183,16 +183,13 @@ class ThreadedTokenizer:
         # these errors.
         try:
             return await self._thread.ask(render_any)
-        except RecursionError:
-            raise RequestError(
-                "messages: they are nested too deep for the chat template", param="messages"
-            ) from None
         except (
             ValueError,
             TypeError,
             LookupError,
             ArithmeticError,
             AttributeError,
+            RecursionError,
             _template_error(),
         ) as error:
             raise RequestError(

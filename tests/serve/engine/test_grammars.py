@@ -9,6 +9,7 @@ them, because it does not enforce them in full, and reads one as only draft 2020
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 import re
@@ -155,8 +156,14 @@ def test_masks_allow_what_the_grammar_matches(
 async def test_what_cannot_be_compiled_is_refused_with_its_reason(
     grammars: Grammars, grammar: Grammar, why: str
 ) -> None:
-    with pytest.raises(MisuseError, match=why) as raised:
-        await grammars.compile(grammar)
+    # One of them is nested deeper than the library's parser can call itself. Finalizers fail there.
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(MisuseError, match=why) as raised:
+            await grammars.compile(grammar)
+    finally:
+        gc.enable()
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 600
 
 

@@ -79,9 +79,20 @@ def test_a_million_token_ids_are_a_prompt() -> None:
 
 
 def test_nesting_does_not_exhaust_the_stack() -> None:
-    for bomb in (b'{"text":"a","unheard_of":' + b"[" * 100_000, b"[" * 100_000, b'{"a":' * 100_000):
-        with pytest.raises(RequestError):
+    for bomb in (
+        *(b'{"text":"a","unheard_of":' + b"[" * 99_999, b"[" * 100_000, b'{"a":' * 100_000),
+        b'{"unheard_of":' + 99_999 * b"[" + 99_999 * b"]" + b',"text":"a"}',
+    ):
+        with pytest.raises(RequestError, match="lists, objects and fields"):
             parse(bomb, GenerateRequest)
+    with pytest.raises(RequestError, match="the body is nested 1000 levels deep, limit 128"):
+        parse(b'{"a":[],"b":' + b'{"\\"]]]":' * 999 + b"1" + b"}" * 1000, GenerateRequest)
+
+
+def test_what_texts_have_in_them_does_not_nest() -> None:
+    messages = [{"role": "user", "content": '[{"' * 200}, {"x": [[[]]] * 200}]
+    body = msgspec.json.encode({"messages": messages})
+    assert parse(body, ChatRequest).messages == messages
 
 
 @pytest.mark.parametrize(

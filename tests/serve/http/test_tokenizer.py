@@ -10,6 +10,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from kvflow.http.bodies import MAX_NESTING
 from kvflow.http.errors import RequestError
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from kvflow.serve.engine.scheduler.params import SamplingParams
@@ -120,23 +121,30 @@ async def test_a_tokenizer_that_cuts_texts_by_itself_is_left_to_transformers(
     tokenizer.close()
 
 
-@pytest.mark.parametrize("place", ["message", "variable"])
-async def test_what_is_nested_too_deep_for_a_template_is_refused(
-    fast: PreTrainedTokenizerFast, place: str
+async def test_what_is_nested_as_deep_as_a_body_may_be_is_rendered(
+    fast: PreTrainedTokenizerFast,
 ) -> None:
-    fast.chat_template = "{{ messages }}"
+    fast.chat_template = "{{ messages }}{{ y }}{{ tools | tojson }}"
     deep: Any = "x"
-    for _ in range(900):
+    for _ in range(MAX_NESTING):
         deep = [deep]
-    message, variables = {"role": "user", "content": "x"}, {}
-    if place == "message":
-        message["y"] = deep
-    else:
-        variables["y"] = deep
-    tokenizer = ThreadedTokenizer(fast, 400)
-    with pytest.raises(RequestError, match="nested too deep") as caught:
-        await tokenizer.encode_chat([message], variables)
-    assert caught.value.param == "messages"
+    tokenizer = ThreadedTokenizer(fast, 4000)
+    chat = [{"role": "user", "content": "x", "y": deep}]
+    assert len(await tokenizer.encode_chat(chat, {"y": deep}, [{"y": deep}])) > 3
+    tokenizer.close()
+
+
+async def test_a_template_without_an_end_has_refused_the_messages(
+    fast: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(*_: Any, **__: Any) -> None:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    fast.chat_template = "{{ messages }}"
+    monkeypatch.setattr(fast, "apply_chat_template", endless)
+    tokenizer = ThreadedTokenizer(fast)
+    with pytest.raises(RequestError, match="the chat template refused the messages: maximum"):
+        await tokenizer.encode_chat([{"role": "user", "content": "x"}], {})
     tokenizer.close()
 
 

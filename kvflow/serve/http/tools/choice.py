@@ -78,12 +78,8 @@ class ToolUse(msgspec.Struct, frozen=True):
         }
 
     def forced_schema_text(self) -> str:
-        """Return `forced_schema` as JSON. Raises: RequestError if a schema is nested too deep."""
-        try:
-            return json.dumps(self.forced_schema(), ensure_ascii=False, separators=(",", ":"))
-        except RecursionError:
-            text = "tools: the parameters of a function are nested too deep"
-            raise RequestError(text, param="tools") from None
+        """Return `forced_schema` as JSON."""
+        return json.dumps(self.forced_schema(), ensure_ascii=False, separators=(",", ":"))
 
 
 def _of_object(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -129,10 +125,7 @@ def functions_of(tools: Sequence[dict[str, Any]] | None) -> tuple[Function, ...]
 def _check_size(tools: Sequence[dict[str, Any]]) -> None:
     if len(tools) > MAX_TOOLS:
         raise RequestError(f"tools: {len(tools)} tools, limit {MAX_TOOLS}", param="tools")
-    try:
-        size = len(msgspec.json.encode(tools))
-    except RecursionError:
-        raise RequestError("tools: they are nested too deep", param="tools") from None
+    size = len(msgspec.json.encode(tools))
     if size > MAX_TOOLS_BYTES:
         text = f"tools: {size} bytes of JSON, limit {MAX_TOOLS_BYTES}"
         raise RequestError(text, param="tools")

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kvflow.http.bodies import check_nesting
 from kvflow.http.errors import RequestError
 
 
@@ -107,7 +108,9 @@ def decoded_arguments(where: str, text: str) -> dict[str, Any]:
     # Clients send an empty text for a function without parameters.
     if not text.strip():
         return {}
+    raw = text.encode("utf-8", "surrogatepass")
+    check_nesting(raw, where, param=where)
     try:
-        return msgspec.json.decode(text.encode("utf-8", "surrogatepass"), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError):
         raise RequestError(f"{where} is not the JSON of an object", param=where) from None

@@ -310,6 +310,18 @@ async def test_the_results_of_calls_are_in_the_next_prompt(
                 "messages": [
                     {
                         "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "[" * 129}}],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+            "nested 129 levels deep, limit 128",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
                         "tool_calls": [{"function": {"name": "f", "arguments": 1}}],
                     }
                 ]
