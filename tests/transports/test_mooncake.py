@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -316,10 +318,20 @@ async def _kill_a_forked_writer(side: Side, *prefix: str, host: str = "127.0.0.1
         await kill_a_writer(peer, side)
 
 
+class Apart(NamedTuple):
+    """A network namespace, this one's address for it, and its own."""
+
+    name: str
+    near: str
+    far: str
+
+
 @pytest.fixture
-def network_namespace() -> Iterator[str]:
-    """A network namespace that reaches this one's 10.213.77.1 from its 10.213.77.2."""
+def apart() -> Iterator[Apart]:
     name, near, far = (f"kv{kind}{os.getpid()}" for kind in ("n", "a", "b"))
+    # Runs of the tests side by side, and after one that was killed, have subnets of their own.
+    first = ipaddress.ip_address("10.213.0.0") + os.getpid() % (1 << 14) * 4
+    ours, theirs = str(first + 1), str(first + 2)
     added = shutil.which("ip") and subprocess.run(
         ["ip", "netns", "add", name], check=False, capture_output=True
     )
@@ -328,35 +340,33 @@ def network_namespace() -> Iterator[str]:
     try:
         for command in (
             f"ip link add {near} type veth peer name {far} netns {name}",
-            f"ip addr add 10.213.77.1/30 dev {near}",
+            f"ip addr add {ours}/30 dev {near}",
             f"ip link set {near} up",
-            f"ip -n {name} addr add 10.213.77.2/30 dev {far}",
+            f"ip -n {name} addr add {theirs}/30 dev {far}",
             f"ip -n {name} link set {far} up",
             f"ip -n {name} link set lo up",
         ):
             subprocess.run(command.split(), check=True, capture_output=True)
-        yield name
+        yield Apart(name, ours, theirs)
     finally:
         subprocess.run(["ip", "netns", "delete", name], check=True)
 
 
 @pytest.mark.slow
-async def test_a_dead_writer_of_another_network_namespace_is_fenced(network_namespace: str) -> None:
-    side = Side("mooncake", "page_first", None, "10.213.77.1")
+async def test_a_dead_writer_of_another_network_namespace_is_fenced(apart: Apart) -> None:
+    side = Side("mooncake", "page_first", None, apart.near)
     try:
         for _ in range(sized(2, 5)):
-            await _kill_a_forked_writer(
-                side, "ip", "netns", "exec", network_namespace, host="10.213.77.2"
-            )
+            await _kill_a_forked_writer(side, "ip", "netns", "exec", apart.name, host=apart.far)
     finally:
         await side.close()
 
 
-async def test_pages_go_both_ways_between_two_hosts(network_namespace: str) -> None:
-    apart = ("ip", "netns", "exec", network_namespace, "unshare", "--pid", "--fork", "--mount-proc")
-    side = Side("mooncake", "page_first", None, "10.213.77.1")
+async def test_pages_go_both_ways_between_two_hosts(apart: Apart) -> None:
+    host = ("ip", "netns", "exec", apart.name, "unshare", "--pid", "--fork", "--mount-proc")
+    side = Side("mooncake", "page_first", None, apart.near)
     side.fill(2)
-    async with spawned("mooncake", prefix=apart, host="10.213.77.2") as peer:
+    async with spawned("mooncake", prefix=host, host=apart.far) as peer:
         route = await side.plane.connect(peer.address, peer.layout)
         assert await end_of(route.write(pages(3), pages(4))) is WriteOutcome.LANDED
         assert await bytes_of(peer, pages(4)) == side.pool.pages_bytes(pages(3)).tobytes()
