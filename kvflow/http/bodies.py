@@ -6,24 +6,16 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
-import numpy as np
 
 from kvflow.http.errors import RequestError
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire.json_text import check_nesting
 
 # Maximum number of lists, objects and fields in a body. Decoding that many takes 3 ms. A chat of
 # 5,000 messages has fewer.
 MAX_STRUCTURE = 1 << 14
-# Maximum number of lists and objects within each other. What reads a body may call itself for each,
-# and near the end of Python's stack even the finalizers of unrelated objects fail.
-MAX_NESTING = 128
 # Maximum number of completions that one body may request (prompts times n).
 MAX_COMPLETIONS = 256
-# Bytes that neither begin nor end a list, an object or a string.
-_NO_MARKS = bytes(set(range(256)) - set(b'[]{}"'))
-# What each byte outside strings adds to the number of open lists and objects.
-_ADDS = np.zeros(256, np.int8)
-_ADDS[list(b"[{")] = 1
-_ADDS[list(b"]}")] = -1
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 # The path of a field at the end of msgspec's errors, or the name of one that the body lacks.
 _PLACE = re.compile(r"(?: - at |^Object missing required field )`([^`]+)`$")
@@ -45,24 +37,12 @@ def decoded(raw: bytes, kind: type[S]) -> S:
             raise RequestError(
                 f"the body has {found} lists, objects and fields, limit {MAX_STRUCTURE}"
             )
-    check_nesting(raw, "the body")
+    try:
+        check_nesting(raw)
+    except WireError as error:
+        raise RequestError(f"the body is {error}") from None
     read: S = read_json(raw, kind)
     return read
-
-
-def check_nesting(raw: bytes, what: str, *, param: str | None = None) -> None:
-    """Raise RequestError if JSON is nested deeper than `MAX_NESTING`. `what` names it."""
-    # Most bodies have fewer lists and objects in all, and no string has to be looked at.
-    if raw.count(b"[") + raw.count(b"{") <= MAX_NESTING:
-        return
-    # Without escapes, each quote begins or ends a string.
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
-    marks = np.frombuffer(plain.translate(None, _NO_MARKS), np.uint8)
-    outside = ~np.logical_xor.accumulate(marks == ord('"'))
-    found = int((_ADDS[marks] * outside).cumsum(dtype=np.int32).max(initial=0))
-    if found > MAX_NESTING:
-        text = f"{what} is nested {found} levels deep, limit {MAX_NESTING}"
-        raise RequestError(text, param=param)
 
 
 def whole_number(value: object) -> int | None:

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvflow.http import large_bodies
-from kvflow.http.bodies import MAX_NESTING
 from kvflow.http.errors import RequestError
 from kvflow.http.large_bodies import LARGE_BYTES, take_apart
+from kvflow.protocols.wire.json_text import MAX_NESTING
 from kvflow.serve.http.completion_service import GenerationRequest
 from kvflow.serve.http.schemas import ChatRequest, CompletionRequest, GenerateRequest, parse
 from tests.fakes.service import META, Role, body

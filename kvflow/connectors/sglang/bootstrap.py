@@ -14,6 +14,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from kvflow.connectors.sglang.counterpart import FIELD
 from kvflow.protocols.errors import PeerError, WireError
+from kvflow.protocols.wire.json_text import decode_json
 from kvflow.protocols.wire.ranks import rank_from_json
 from kvflow.transports.control.registry import RankTable
 
@@ -37,10 +38,10 @@ class KvflowBootstrapServer(CommonKVBootstrapServer):  # type: ignore[misc]
 
     async def _handle_route_put(self, request: web.Request) -> Any:
         try:
-            body = msgspec.json.decode(await request.read())
+            body = decode_json(await request.read())
             described = body.get(FIELD) if isinstance(body, dict) else None
             self._ranks.register(rank_from_json(described), is_trusted=False)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, WireError) as error:
+        except WireError as error:
             return web.Response(text=f"the field {FIELD}: {error}", status=400)
         except PeerError as error:
             return web.Response(text=str(error), status=409)

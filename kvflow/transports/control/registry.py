@@ -25,6 +25,7 @@ import msgspec
 
 from kvflow.protocols.errors import LostError, MisuseError, PeerError, WireError
 from kvflow.protocols.limits import LEAST_WAIT_S, check_time
+from kvflow.protocols.wire.json_text import decode_json
 from kvflow.protocols.wire.ranks import RankInfo, group_for, rank_from_json, rank_to_json
 from kvflow.transports.host.names import HostNames
 
@@ -118,10 +119,7 @@ class RankTable:
         Raises: WireError for a body that is not a rank, or whose number differs from `rank`; and
         the errors of `register`.
         """
-        try:
-            info = rank_from_json(msgspec.json.decode(body))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise WireError(str(error)) from None
+        info = rank_from_json(decode_json(body))
         if rank != str(info.rank):
             raise WireError(f"the body is of rank {info.rank}, the path is /ranks/{rank[:20]}")
         self.register(info, is_trusted=is_trusted)
@@ -264,8 +262,8 @@ class _Answered:
 def _reason(body: bytes) -> str:
     """Return the message of an error's body for another error's text, or "" if there is none."""
     try:
-        message = msgspec.json.decode(body)["error"]["message"]
-    except (msgspec.DecodeError, ValueError, RecursionError, LookupError, TypeError):
+        message = decode_json(body)["error"]["message"]
+    except (WireError, LookupError, TypeError):
         return ""
     return f": {message[:200]!r}" if isinstance(message, str) else ""
 
@@ -288,6 +286,6 @@ def _document(url: str, raw: bytes) -> Any:
     if response.status != 200:
         raise WireError(f"{url}: answered {response.status}{_reason(body)}")
     try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        return decode_json(body)
+    except WireError as error:
         raise WireError(f"{url}: {error}") from None

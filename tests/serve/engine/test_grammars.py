@@ -126,6 +126,10 @@ def test_masks_allow_what_the_grammar_matches(
         (schema({"type": "thing"}), "json_schema cannot be compiled: .*type"),
         (Grammar("json_schema", "{"), "json_schema cannot be read: Expecting property name"),
         (Grammar("json_schema", "[]"), "json_schema cannot be read: Expecting object schema"),
+        (
+            Grammar("json_schema", '{"items":' * 129 + "{}" + "}" * 129),
+            "json_schema cannot be read: nested 130 levels deep, limit 128",
+        ),
         (Grammar("regex", "("), "regex cannot be compiled: .*unclosed group"),
         (Grammar("ebnf", "root := x"), "ebnf cannot be read: Expected ::="),
         (Grammar("ebnf", 'root ::= "a" b'), "ebnf cannot be read: Rule 'b' not found"),

@@ -10,8 +10,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from kvflow.http.bodies import MAX_NESTING
 from kvflow.http.errors import RequestError
+from kvflow.protocols.wire.json_text import MAX_NESTING
 from kvflow.serve.demo_model import DEMO_MODEL_DIR
 from kvflow.serve.engine.scheduler.params import SamplingParams
 from kvflow.serve.http.tokenizer import NullDetokenizer, ThreadedTokenizer

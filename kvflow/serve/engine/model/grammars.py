@@ -27,7 +27,8 @@ from msgspec import Meta
 
 from kvflow.aio import Threads
 from kvflow.extras import missing_extra
-from kvflow.protocols.errors import MisuseError
+from kvflow.protocols.errors import MisuseError, WireError
+from kvflow.protocols.wire.json_text import check_nesting
 
 KINDS = ("json_schema", "regex", "ebnf", "lark", "structural_tag")
 MAX_GRAMMAR_BYTES = 1 << 18
@@ -73,6 +74,9 @@ print(done[0])
 COMPILE_TIMEOUT_S = 30.0
 MAX_LATE = 4
 _MAX_ERROR = 500  # characters
+# What llguidance raises for a text that it cannot convert, and the check of its nesting. Its parser
+# of GBNF calls itself for each parenthesis.
+_UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, RecursionError, WireError)
 
 Tokens = Sequence[int] | npt.NDArray[Any]
 # [answers, vocabulary]: 0 for a token that may follow, -inf for any other. Adding them to logits
@@ -318,7 +322,7 @@ class Grammars:
             text = _text_of(grammar)
         except KeyError as error:
             raise MisuseError(f"{grammar.kind} cannot be read: it has no {error}") from None
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise MisuseError(f"{grammar.kind} cannot be read: {_in_one_line(error)}") from None
         if (used := _trial(text)) is None:
             raise MisuseError(f"{grammar.kind} takes too much time or memory to compile")
@@ -451,6 +455,8 @@ def _text_of(grammar: Grammar) -> str:
     """Return a grammar in llguidance's own form."""
     from llguidance import LLMatcher, StructTag, gbnf_to_lark
 
+    if grammar.kind in ("json_schema", "structural_tag"):
+        check_nesting(grammar.text.encode(errors="replace"))
     if grammar.kind == "json_schema":
         schema = json.loads(grammar.text)
         if isinstance(schema, bool):

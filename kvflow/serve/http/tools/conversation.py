@@ -8,8 +8,9 @@ from typing import Any
 
 import msgspec
 
-from kvflow.http.bodies import check_nesting
 from kvflow.http.errors import RequestError
+from kvflow.protocols.errors import WireError
+from kvflow.protocols.wire.json_text import check_nesting
 
 
 def for_template(index: int, message: dict[str, Any]) -> dict[str, Any]:
@@ -109,8 +110,10 @@ def decoded_arguments(where: str, text: str) -> dict[str, Any]:
     if not text.strip():
         return {}
     raw = text.encode("utf-8", "surrogatepass")
-    check_nesting(raw, where, param=where)
     try:
+        check_nesting(raw)
         return msgspec.json.decode(raw, type=dict[str, Any])
+    except WireError as error:
+        raise RequestError(f"{where} is {error}", param=where) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise RequestError(f"{where} is not the JSON of an object", param=where) from None

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvflow.http.bodies import MAX_NESTING
 from kvflow.http.errors import RequestError
+from kvflow.protocols.wire.json_text import MAX_NESTING
 from kvflow.serve.engine.model.grammars import Grammar
 from kvflow.serve.http.tools.answers import AnswerReading, AnswerSoFar
 from kvflow.serve.http.tools.choice import (
