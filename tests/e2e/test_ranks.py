@@ -69,8 +69,8 @@ async def some_served(session: aiohttp.ClientSession, url: str, count: int) -> A
 
 
 class Clients:
-    """Clients that each ask one new prompt after another, until they are told to stop. So at any
-    moment most of them have a request that prefill has not computed, however fast the machine is.
+    """Clients that each ask one new prompt after another, until one of them gets an error. So most
+    of them usually have a request that prefill has not computed, however fast the machine is.
 
     A prompt does not end with a chunk of 16 tokens, so that almost every step continues one.
     """
@@ -84,12 +84,13 @@ class Clients:
         answers = []
         while not self._stopping:
             answers.append(await generate(session, url, prompt_of(395, next(self._numbers))))
+            self._stopping |= answers[-1].status != 200
         return answers
 
-    async def stop(self) -> list[Answer]:
-        """Every answer, once each client has that of its last request."""
-        self._stopping = True
-        return list(itertools.chain.from_iterable(await asyncio.gather(*self._tasks)))
+    async def all_answers(self) -> list[Answer]:
+        """Every answer, once one is an error and each client has that of its last request."""
+        async with asyncio.timeout(BACK_S):
+            return list(itertools.chain.from_iterable(await asyncio.gather(*self._tasks)))
 
 
 async def served_again(session: aiohttp.ClientSession, url: str) -> Answer:
@@ -391,7 +392,7 @@ async def test_a_stage_is_killed_in_mid_prefill(
         pids = {rank["rank"]: rank["pid"] for rank in info["ranks"]}
         os.kill(pids[victim], signal.SIGKILL)
         killed_s = time.monotonic()
-        answers = await clients.stop()
+        answers = await clients.all_answers()
         lost = [answer for answer in answers if answer.status != 200]
         assert lost and {answer.code for answer in lost} == {"peer_lost"}, [
             a.document for a in lost
@@ -470,7 +471,7 @@ async def test_a_rank_that_is_frozen_fails_its_requests_and_may_go_on(
         pid = info["ranks"][1]["pid"]
         os.kill(pid, signal.SIGSTOP)
         try:
-            answers = await clients.stop()
+            answers = await clients.all_answers()
         finally:
             os.kill(pid, signal.SIGCONT)
         assert {answer.code for answer in answers if answer.status != 200} == {"peer_lost"}
