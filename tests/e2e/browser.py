@@ -127,7 +127,7 @@ async def browsing(profile: Path) -> AsyncIterator[Browser]:
     finally:
         process.terminate()
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await process.wait()
         except TimeoutError:
             os.killpg(process.pid, 9)

@@ -16,7 +16,7 @@ from kvflow.serve.config.sources import resolve
 from kvflow.serve.demo_model import DEMO_MODEL_DIR, DEMO_PROMPTS
 from kvflow.serve.launch.supervisor import Fleet
 
-WITHIN_S = 10.0
+WITHIN_S = 30.0
 LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
 
 

@@ -185,7 +185,7 @@ async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
         assert all(cache["fetched_pages"] >= 12 for cache in await users.stores())
         await users.forget()
 
-        before = [cache["storage"]["stalls"] for cache in await users.stores()]
+        before = [cache["storage"] for cache in await users.stores()]
         pid, killed_s = fleet.store.pid, time.monotonic()
         may_start.clear()
         os.kill(pid, signal.SIGKILL)
@@ -194,13 +194,10 @@ async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
             lambda caches: not any(c["storage"]["readable"] for c in caches)
         )
         await users.ask(users.new_prompts(4))
-        waited = [
-            cache["storage"]["stalls"] - n
-            for cache, n in zip(await users.stores(), before, strict=True)
-        ]
-        assert max(waited) <= 2, (
-            "of each role one read and one write at most wait for a store that is gone"
-        )
+        for cache, was in zip(await users.stores(), before, strict=True):
+            # On a machine that is busy enough, more calls take too long.
+            waited, trips = (cache["storage"][what] - was[what] for what in ("stalls", "trips"))
+            assert waited <= trips, "after one wait for a store that is gone, no other call waits"
         async with session.get(f"{fleet.prefills[0].url}/metrics") as answer:
             metrics = await answer.text()
         print(f"without a master, {time.monotonic() - killed_s:.1f} s after its death:", dead)

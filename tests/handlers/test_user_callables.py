@@ -275,9 +275,9 @@ async def one_room(place: str, act: str) -> None:
         PLACES[place](p, NEVER if act == NEVER else ACTS[act])
         source = p.prefill.room(7, PROMPT, deadline_s=DEADLINE_S)
         target = p.decode.room(7, "sim", PROMPT, deadline_s=DEADLINE_S)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(prefill_leg(p, source), decode_leg(target))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await p.prefill.close()
             await p.decode.close()
         assert source.ended and target.ended

@@ -31,7 +31,7 @@ async def registered(
         dealer.setsockopt(zmq.LINGER, 0)
         dealer.connect(n.prefill.control)
         await dealer.send(encode(register(n.prefill.incarnation, me, address, layout)))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             answer = parse_at_decode(await dealer.recv())
     assert isinstance(answer, Registered)
     return answer

@@ -258,7 +258,7 @@ async def test_strangers_that_name_mute_ports_keep_no_decode_out() -> None:
                 dealers.append(connect_dealer(prefill.control, number))
                 assert dealers[-1].send(encode(register))
             await until(lambda: len(prefill.shell.endpoint.core.peers) == 40)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await move_one_room(prefill, decode)
             for dealer in dealers:
                 dealer.close()

@@ -82,7 +82,7 @@ async def test_requests_that_are_away_do_not_starve_the_one_that_runs(
             for prompt in prompts:
                 await pair.tokens(prompt, greedy(1))
             # Half of the time after which who is short would be failed.
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert await pair.tokens_of_all(prompts, greedy(60)) == expected
             report = pair.decode.retraction
             assert report.retracts == report.resumes + report.recomputes and report.recomputes

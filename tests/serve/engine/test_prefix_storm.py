@@ -186,7 +186,7 @@ async def storm_over(model: LoadedModel, pool: str, seed: int) -> None:
     policy = chance.choice(["lru", "lfu", "slru", "priority", "depth"])
     async with EnginePair(model, cache=policy, cache_states=5, **POOLS[pool]) as pair:
         storm = Storm(pair, chance, expected)
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             await in_lanes(LANES, REQUESTS, storm.request)
         assert storm.ended["tokens"] and storm.ended["gone"]
         await pair.rest()
