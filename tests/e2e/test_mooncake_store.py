@@ -14,6 +14,7 @@ import aiohttp
 import pytest
 
 from kvflow.protocols.errors import MisuseError
+from kvflow.serve.cache.storage.guarded import Limits
 from kvflow.serve.launch import mooncake_master
 from kvflow.serve.launch.mooncake_master import MooncakeMaster
 from kvflow.serve.launch.supervisor import Fleet
@@ -21,6 +22,7 @@ from tests.e2e.fleet import all_home, running
 from tests.e2e.test_prefix import Turn, cache_of, say
 
 PAGE_SIZE, TOKENS = 16, 8
+UNDER_WAY = 2 * Limits().threads + 1  # puts, gets and a lookup that a store's threads have at once
 _MASTER = """
 import asyncio
 from kvflow.serve.launch.mooncake_master import MooncakeMaster
@@ -194,10 +196,9 @@ async def test_serving_goes_on_without_the_store_and_with_it_when_it_is_back(
             lambda caches: not any(c["storage"]["readable"] for c in caches)
         )
         await users.ask(users.new_prompts(4))
+        # The calls under way when the store died may all wait for it. Those that come later do not.
         for cache, was in zip(await users.stores(), before, strict=True):
-            # On a machine that is busy enough, more calls take too long.
-            waited, trips = (cache["storage"][what] - was[what] for what in ("stalls", "trips"))
-            assert waited <= trips, "after one wait for a store that is gone, no other call waits"
+            assert cache["storage"]["stalls"] - was["stalls"] <= UNDER_WAY, cache["storage"]
         async with session.get(f"{fleet.prefills[0].url}/metrics") as answer:
             metrics = await answer.text()
         print(f"without a master, {time.monotonic() - killed_s:.1f} s after its death:", dead)
