@@ -58,12 +58,11 @@ def allowed_ahead(draws: Sequence[Draw]) -> Future[Allowed] | None:
     Greedy rows are left out, because most of them need no mask: it is enough to ask whether their
     most likely token may follow. Returns None if there are few rows.
     """
-    if (grammars := _grammars(draws)) is None:
+    drawn = [draw for draw in draws if not draw.params.greedy]
+    if len(drawn) < _FEWEST_AHEAD or (grammars := _grammars(drawn)) is None:
         return None
-    answers = _to_draw(draws, _answers(draws))
-    if len(answers) < _FEWEST_AHEAD:
-        return None
-    return grammars.allowed_ahead(list(answers.values()))
+    answers = list(_answers(drawn).values())
+    return grammars.allowed_ahead(answers) if len(answers) >= _FEWEST_AHEAD else None
 
 
 def choose(
