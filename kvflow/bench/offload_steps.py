@@ -66,9 +66,9 @@ class DecodeBatch:
         )
 
     def steps_until(self, stop: threading.Event) -> list[float]:
-        """Run steps until `stop` is set, and return the seconds of each."""
+        """Run steps until `stop` is set, at least one, and return the seconds of each."""
         seconds: list[float] = []
-        while not stop.is_set():
+        while not (seconds and stop.is_set()):
             # The runner may compute this many steps in one call, so there must be room for them.
             if self._sequences[0].tokens.size - self._sequences[0].length < MOST_STEPS:
                 for sequence in self._sequences:

@@ -42,7 +42,9 @@ async def test_steps_and_copies_are_timed_beside_each_other() -> None:
 def test_a_batch_decodes_for_ever() -> None:
     batch = DecodeBatch(load_model(str(DEMO_MODEL_DIR)), 2)
     stop = Stopped(2 * NEW_TOKENS)
-    assert len(batch.steps_until(stop)) == 2 * NEW_TOKENS
+    assert len(batch.steps_until(stop)) == 1 + 2 * NEW_TOKENS
+    # Work may end before the thread has begun.
+    assert len(batch.steps_until(stop)) == 1
     batch.pool.close()
 
 
