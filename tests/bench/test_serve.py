@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import time
 
 import pytest
 
 from kvflow.bench import serve
-from kvflow.bench.serve import HERE, ServePlan, bench_serve
+from kvflow.bench.serve import HERE, ServePlan, bench_serve, cpu_of
 from kvflow.bench.stream_client import Stream, StreamFailedError, unchunked
 from tests.bench.fleets import serving
 
@@ -30,6 +32,13 @@ async def test_tokens_per_second_are_of_the_same_tokens_as_stocks(
     assert beside["router idle"]["gets"] == 100 and beside["decode beside"]["p99_ms"] > 0
     assert set(figures["cpu_us_per_token"]) == {"prefill", "decode", "router", "stock"}
     assert said
+
+
+def test_cpu_time_of_a_process_is_that_of_its_own_clock() -> None:
+    before_s = time.process_time()
+    assert before_s <= cpu_of(os.getpid()) <= time.process_time()
+    with pytest.raises(OSError, match="Invalid argument"):
+        cpu_of(2**22 + 1)  # above the largest id
 
 
 async def answered(answer: bytes) -> Stream:
