@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvflow.serve.cache.storage.file import FileBackend
@@ -21,6 +22,7 @@ from tests.serve.engine.pair import EnginePair, greedy, until
 from tests.serve.engine.test_prefix_storm import MOST_TOKENS, expected_of, prompts
 
 LIMITS = Limits(pause_s=0.05, max_pause_s=0.2)  # the waits that users have; asked again more often
+PATIENT = msgspec.structs.replace(LIMITS, slow_s=20, stall_s=20)
 
 
 class Serving:
@@ -48,7 +50,9 @@ class Serving:
 
 
 @asynccontextmanager
-async def serving(model: LoadedModel, path: Path, disk: FaultyDisk) -> AsyncIterator[Serving]:
+async def serving(
+    model: LoadedModel, path: Path, disk: FaultyDisk, limits: Limits
+) -> AsyncIterator[Serving]:
     expected = await expected_of(model)
     options = {
         "page_size": 4,
@@ -66,7 +70,7 @@ async def serving(model: LoadedModel, path: Path, disk: FaultyDisk) -> AsyncIter
             backend = FileBackend(
                 str(path), identity, host.memory.layout.page_bytes, 64 << 20, disk=disk
             )
-            stores.append(await GuardedStorage.open(backend, LIMITS))
+            stores.append(await GuardedStorage.open(backend, limits))
             assert cache._tiers is not None
             cache._tiers.storage = StorageTier(stores[-1], host)
         yield Serving(pair, expected, stores)
@@ -78,7 +82,8 @@ async def test_a_disk_in_trouble_costs_time_once_and_no_token(
     trouble: str, llama: LoadedModel, tmp_path: Path
 ) -> None:
     disk, go = FaultyDisk(), threading.Event()
-    async with serving(llama, tmp_path, disk) as s:
+    limits = LIMITS if trouble == "hanging" else PATIENT
+    async with serving(llama, tmp_path, disk, limits) as s:
         if trouble != "full":  # it has something that cannot be read
             await s.ask()
             await s.forget()
