@@ -29,7 +29,7 @@ from aiohttp import web
 from kvflow.http.errors import Failure
 from kvflow.http.large_bodies import LARGE_BYTES
 from kvflow.protocols.errors import Code, LostError
-from kvflow.router.workers import Worker
+from kvflow.router.workers import Worker, unreachable
 from kvflow.telemetry.requests import CURRENT
 from kvflow.telemetry.spans import Span
 
@@ -59,7 +59,7 @@ class LegFailedError(PairFailedError):
 
     def __init__(self, worker: Worker, why: str) -> None:
         super().__init__(Failure(502, str(Code.PEER_LOST), f"{worker.role} {worker.url}: {why}"))
-        self.worker = worker
+        self.worker, self.why = worker, why
 
 
 class Leg:
@@ -169,7 +169,7 @@ class Leg:
 
 def _describe(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
-        return f"cannot be reached ({error.os_error.strerror or error.os_error})"
+        return unreachable(error)
     return f"the connection was lost ({type(error).__name__})"
 
 

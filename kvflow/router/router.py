@@ -220,7 +220,7 @@ class Router(Drainable):
             else:
                 for worker in pair.asked:
                     if worker is decode and answer.cut_off is not None:
-                        worker.mark_lost(str(answer.cut_off), loop.time())
+                        worker.mark_lost(answer.cut_off.why, loop.time())
                     else:
                         worker.mark_served()
                 return done
@@ -233,7 +233,7 @@ class Router(Drainable):
         Raises: `error`, if no other try is allowed.
         """
         if isinstance(error, LegFailedError):
-            error.worker.mark_lost(str(error), asyncio.get_running_loop().time())
+            error.worker.mark_lost(error.why, asyncio.get_running_loop().time())
         elif error.passes or error.failure.status == 500:
             # The error does not show which worker is at fault, so both are checked.
             for worker in (prefill, decode):

@@ -41,9 +41,14 @@ class NoWorkerError(KvflowError):
 
     code = Code.CAPACITY
 
-    def __init__(self, role: str, reasons: list[str]) -> None:
-        first = f": {reasons[0]}" if reasons else ""
-        super().__init__(f"no {role} worker is up ({len(reasons)} known){first}")
+    def __init__(self, role: str, troubles: dict[Worker, str]) -> None:
+        """`troubles` says of each worker of the role why it gets no requests."""
+        first = next((f": {worker.url}: {why}" for worker, why in troubles.items()), "")
+        super().__init__(f"no {role} worker is up ({len(troubles)} known){first}")
+
+
+def unreachable(error: aiohttp.ClientConnectorError) -> str:
+    return f"cannot be reached ({error.os_error.strerror or error.os_error})"
 
 
 class Worker:
@@ -285,9 +290,8 @@ class Workers:
         """
         choices = self._paired(role)
         if not choices:
-            raise NoWorkerError(
-                role, [why for worker, why in self.troubles().items() if worker.role == role]
-            )
+            troubles = self.troubles().items()
+            raise NoWorkerError(role, {one: why for one, why in troubles if one.role == role})
         now = asyncio.get_running_loop().time()
         trouble = {worker: (failed.get(worker, 0), worker.in_backoff(now)) for worker in choices}
         fit = min(trouble.values())
@@ -373,6 +377,8 @@ class Workers:
                 return await self._ask(worker)
         except TimeoutError:
             return f"/health took more than {CHECK_TIMEOUT_S:g} s"
+        except aiohttp.ClientConnectorError as error:
+            return unreachable(error)
         except (NotServingError, aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
             return str(error) or type(error).__name__
         except Exception as error:  # noqa: BLE001

@@ -175,7 +175,7 @@ async def test_the_page_through_a_bad_day(tmp_path: Path) -> None:
                 await fits(page, "quarantine")
                 await service.kill("decode-1")
                 host = service.url("decode-1").removeprefix("http://")
-                await page.shows(f"decode {host} gets no requests: Cannot connect", "#problems")
+                await page.shows(f"decode {host} gets no requests: cannot be reached", "#problems")
                 await fits(page, "killed")
             assert service.router is not None
             os.kill(service.router.process.pid, signal.SIGKILL)

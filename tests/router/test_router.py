@@ -201,9 +201,14 @@ async def test_a_worker_that_is_gone_is_left_out_and_another_one_serves(
 async def test_nobody_left_is_a_clear_error(front: Front, prefill: Role) -> None:
     await prefill.stop()
     error = await front.refused(502, "/generate", BODY)
-    assert "prefill" in error["message"] and "cannot be reached" in error["message"]
-    error = await front.refused(503, "/generate", BODY)
-    assert "no prefill worker is up (1 known): prefill http" in error["message"]
+    assert error["message"].startswith(f"prefill {prefill.url}: cannot be reached (")
+    # A failed check gives the same reason as the failed request.
+    for check in (False, True):
+        if check:
+            await front.checked(prefill)
+        error = await front.refused(503, "/generate", BODY)
+        told = f"no prefill worker is up (1 known): {prefill.url}: cannot be reached ("
+        assert error["message"].startswith(told)
     await front.get("/health", status=503)
 
 
