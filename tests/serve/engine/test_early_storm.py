@@ -201,6 +201,9 @@ FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 }
 
 
+STORMS = 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plant", FOUND_BY)
 async def test_a_planted_bug_is_found(
@@ -214,7 +217,14 @@ async def test_a_planted_bug_is_found(
     # Which needs one that meets after it was begun early.
     stands_still = plant is not send_before_the_match
     requests, within_s = (60, 8) if stands_still else (800, 90)
-    with pytest.raises((AssertionError, KvflowError, TimeoutError, ExceptionGroup)) as found:
-        await played(grouped, generated, seed, {}, requests=requests, within_s=within_s)
-    print(f"seed {seed}: {found.value!r}")
-    assert re.search(FOUND_BY[plant], repr(found.value))
+    found: list[str] = []
+    # A storm may take no way that leads to the bug, or not be over in time on a busy machine.
+    while len(found) < STORMS and not (found and re.search(FOUND_BY[plant], found[-1])):
+        try:
+            of_storm = seed + len(found)
+            await played(grouped, generated, of_storm, {}, requests=requests, within_s=within_s)
+            found.append("nothing")
+        except (AssertionError, KvflowError, TimeoutError, ExceptionGroup) as error:
+            found.append(repr(error))
+    print(f"seed {seed}: {found}")
+    assert re.search(FOUND_BY[plant], found[-1]), found
