@@ -42,7 +42,7 @@ async def test_silence_is_an_empty_batch_and_nothing_is_lost() -> None:
             if silences == 3:
                 source.go.set()
     assert seen == [1, 2]
-    assert silences == 3
+    assert silences >= 3  # a busy machine has more of them before the source has ended
     assert source.closed
 
 

@@ -75,7 +75,7 @@ async def test_pauses_are_bounded_in_all_and_not_one_by_one(prefill: Role, decod
     async with Front([prefill], [decode], retry_timeout_s=1.0) as front:
         error = await front.refused(502, "/generate", BODY)
         assert error["code"] == "peer_lost"
-        assert 1 < len(decode.service.requests) < MOST_TRIES / 2
+        assert len(decode.service.requests) < MOST_TRIES / 2
 
 
 async def test_a_request_that_waits_is_served_by_a_worker_that_stays_after_all(

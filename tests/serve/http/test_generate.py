@@ -230,7 +230,9 @@ async def test_a_room_that_fails_before_its_first_token_is_a_status(
 async def test_a_failure_after_the_first_token_is_the_last_event(
     meeting: Meeting, failing: str
 ) -> None:
-    async with Role(FakeService("decode", meeting), request_timeout_s=0.3) as decode:
+    # The limit must not come before the first token.
+    limit_s = 3.0 if failing == "deadline" else 600.0
+    async with Role(FakeService("decode", meeting), request_timeout_s=limit_s) as decode:
         if failing == "engine_error":
             decode.service.fail_after = 1
         else:

@@ -214,7 +214,7 @@ async def test_a_signal_drains_and_ends_with_status_0(
     number: signal.Signals, session: aiohttp.ClientSession
 ) -> None:
     process, url = await start_role(30)
-    work = asyncio.create_task(session.get(f"{url}/work?s=0.5"))
+    work = asyncio.create_task(session.get(f"{url}/work?s=3"))
     async with asyncio.timeout(60):
         await has_begun(session, url)
         process.send_signal(number)

@@ -82,7 +82,7 @@ async def ended_before_its_helper(
     child = Child("router", "router", [], quiet=True)
     starting = asyncio.create_task(child.start(os.environ, 30))
     try:
-        while not found.exists() or child.process.returncode is None:
+        while not (found.exists() and child._process) or child.process.returncode is None:
             await asyncio.sleep(0.01)
         yield child, starting
     finally:
