@@ -184,10 +184,12 @@ async def test_a_sum_that_hangs_is_none_in_time_and_its_pages_are_released_when_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = Gate(monkeypatch)
-    sums = PageChecksums(pool(), within_s=0.05)
+    sums = PageChecksums(pool(), within_s=60)
     task = sums.begin(pages(1, 2, 3))
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+    task._expire()  # as its timer does
     assert await asyncio.wait_for(task.done, 10) == b""
-    assert task.error == "the checksum took longer than 0.05 s"
+    assert task.error == "the checksum took longer than 60 s"
     assert not task.released.done() and "0 under way, 1 hung" in repr(sums)
     gate.let_go.set()
     await asyncio.wait_for(task.released, 10)
@@ -200,8 +202,12 @@ async def test_a_sum_whose_turn_does_not_come_in_time_reads_nothing(
 ) -> None:
     gate = Gate(monkeypatch)
     monkeypatch.setattr(page_tasks, "THREADS", 1)
-    sums = PageChecksums(pool(), within_s=0.2)
-    hangs, waits = sums.begin(pages(1)), sums.begin(pages(2))
+    sums = PageChecksums(pool(), within_s=60)
+    hangs = sums.begin(pages(1))
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+    sums._within_s = 0.2
+    waits = sums.begin(pages(2))
+    sums._within_s = 60
     await asyncio.wait_for(waits.released, 10)
     assert waits.done.result() == b""
     assert "longer than 0.2 s" in waits.error

@@ -135,6 +135,7 @@ class Stages:
             lockstep=steps,
             samples=False,
             cache=self.caches[0],
+            prefetch="wait_complete",
             **self._options,
         )
         leader = GroupLeader(Incarnation(1000), STAGES, now=monotonic())

@@ -302,7 +302,7 @@ def hold_failures(shell: MemberShell, votes: list[Callable[[], None]]) -> None:
 
 
 async def test_decode_never_comes(grouped: Grouped, expected: Expected) -> None:
-    async with grouped(pages=(SMALL, SMALL), rendezvous_s=1.5, optimistic_tries=1) as ranks:
+    async with grouped(pages=(SMALL, SMALL), optimistic_tries=1) as ranks:
         early = await early_and_whole(ranks, 24)
         with pytest.raises(KvflowError) as caught:
             await early.leg

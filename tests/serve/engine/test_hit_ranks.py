@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -470,12 +471,12 @@ async def unlike_caches(both: Cached) -> None:
     await both.ranks.rest()
 
 
-async def left_before_a_step(both: Cached) -> None:
+async def left_before_a_step(both: Cached, within_s: float = 20.0) -> None:
     leg, half = await agreed_on(both)
     both.locked()
     leg.cancel()
     await ended(leg, half)
-    await both.ranks.home(0.5)
+    await both.ranks.home(within_s)
 
 
 def begin_with_ones_own(patch: pytest.MonkeyPatch) -> None:
@@ -521,6 +522,8 @@ def lock_no_more(patch: pytest.MonkeyPatch) -> None:
 
 Scenario = Callable[[Cached], Any]
 
+left_soon = functools.partial(left_before_a_step, within_s=0.5)  # what is left stays
+
 FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[Scenario, str]] = {
     begin_with_ones_own: (
         unlike_caches,
@@ -530,8 +533,8 @@ FOUND_BY: dict[Callable[[pytest.MonkeyPatch], None], tuple[Scenario, str]] = {
         unlike_caches,
         "a step begins at token 28 of request 3, and this rank at 0",
     ),
-    forget_a_lock: (left_before_a_step, "left: "),
-    lock_no_more: (left_before_a_step, "locked at both"),
+    forget_a_lock: (left_soon, "left: "),
+    lock_no_more: (left_soon, "locked at both"),
 }
 
 

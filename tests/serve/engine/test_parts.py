@@ -366,14 +366,16 @@ def test_a_rank_that_does_not_come_ends_the_wait(tiny: Tiny, meeting: Meeting) -
 
 def test_shards_that_are_started_again_wait_for_each_other_again(meeting: Meeting) -> None:
     parts = [ModelPart(shard=n, shards=2) for n in range(2)]
-    wait_for_all([Agreement(part, meeting) for part in parts])
+    patient = dataclasses.replace(meeting, load_timeout_s=20)
+    wait_for_all([Agreement(part, patient) for part in parts])
     again = dataclasses.replace(meeting, attempt=1)
     first = Agreement(parts[0], again)
     ended = ProcessOfRank(0, msgspec.structs.replace(own_identity(), start_ticks=1))
     first.store.set("process/1", msgspec.json.encode(ended).decode())
     with pytest.raises(LostError, match="rank 1 has said nothing"):
         first.wait_for_weights()
-    wait_for_all([first, Agreement(parts[1], again)])
+    first._timeout_s = patient.load_timeout_s
+    wait_for_all([first, Agreement(parts[1], dataclasses.replace(patient, attempt=1))])
 
 
 def wait_for_all(agreements: list[Agreement]) -> None:

@@ -219,6 +219,9 @@ _without_a_cache: dict[int, list[list[list[int]]]] = {}
 async def test_chats_get_the_tokens_that_they_get_without_a_cache(
     pages: int, options: dict[str, object], policy: str, llama: LoadedModel, seed: int
 ) -> None:
+    # Of these, no two tokens of a choice are as likely as rounding errors are large, and all need
+    # more than 30 pages.
+    seed %= 500
     chats = Chats(seed)
     users = range(len(chats.begun))
     if seed not in _without_a_cache:

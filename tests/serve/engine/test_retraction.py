@@ -107,8 +107,12 @@ async def test_nobody_else_leaves_while_pages_that_are_enough_are_copied_out(
 
 @pytest.mark.parametrize("host", HOST)
 async def test_the_log_tells_of_a_short_pool_once_and_of_each_request_at_debug_level(
-    llama: LoadedModel, host: str, caplog: pytest.LogCaptureFixture
+    llama: LoadedModel,
+    host: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvflow.serve.engine.scheduler.retraction.REPORT_EVERY_S", 1e9)
     caplog.set_level(logging.DEBUG, "kvflow.serve.engine")
     caplog.handler.addFilter(names := RequestFields())
 

@@ -121,13 +121,17 @@ async def shards(model: LoadedModel, **options: Any) -> AsyncIterator[Shards]:
             there.close()
 
 
-async def test_both_compute_and_keep_the_same(llama: LoadedModel, generated: Generated) -> None:
+# How many of those that leave fit on the host at once depends on how long their copies take.
+@pytest.mark.parametrize("host", [{"host_pages": 200}, {}], ids=["come back", "computed again"])
+async def test_both_compute_and_keep_the_same(
+    host: dict[str, int], llama: LoadedModel, generated: Generated
+) -> None:
     prompts = [prompt_of(n, n) for n in (1, 3, 17, 40, 64, 30)]
-    async with shards(llama, page_size=4, num_pages=50, new_token_ratio=0.0, host_pages=20) as both:
+    async with shards(llama, page_size=4, num_pages=50, new_token_ratio=0.0, **host) as both:
         pair = both.pair
         found = await pair.tokens_of_all(prompts, greedy(24))
         report = pair.decode.retraction
-        assert report.resumes and report.recomputes, report
+        assert report.resumes if host else report.recomputes, report
         await until(lambda: pair.home)
         assert not both.leader.sequences and not both.lost
         assert both.differing == []

@@ -65,8 +65,9 @@ def holders(engine: PrefillEngine) -> list[PrefillRequest]:
 
 @pytest.mark.parametrize("policy", ["best_effort", "timeout", "wait_complete"])
 async def test_prompts_that_queue_lose_nothing_of_what_the_host_has(
-    policy: PrefetchPolicy, llama: LoadedModel
+    policy: PrefetchPolicy, llama: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prefetch, "TIMEOUT_S", 60.0)
     async with only_on_the_host(llama, prefetch=policy) as pair:
         before = pair.caches[0].stats().loaded_pages
         found = await asyncio.gather(*(cached_tokens(pair, prompt) for prompt in PROMPTS))

@@ -200,11 +200,12 @@ async def test_a_slow_disk_is_left_alone_and_what_it_has_read_is_used(
             call = pages.get(keys(1), into := empty(1))
             await disk.waited()
             await asyncio.sleep(0.06)  # as long as the disk takes
+            disk.hold("read")  # so that no probe ends before the breaker was looked at
             go.set()
             assert await ended(call) == [True]
             assert into == values(1)
             assert pages.readable == bool(left)
-        disk.waits.clear()
+        disk.go_on()
         await until(lambda: pages.readable)
         counts = pages.counts
         assert (counts.slow - slow, counts.errors, counts.stalls) == (2, 0, 0)
@@ -425,12 +426,14 @@ async def test_a_closed_store_is_asked_no_more(tmp_path: Path, disk: FaultyDisk)
     """A call that hangs is found to do so after the store was closed."""
     async with store(tmp_path, disk=disk) as pages:
         assert await wrote(pages, 1) == [True]
-    async with store(tmp_path, disk=disk, stall_s=0.2, close_s=0.01) as pages:
+    async with store(tmp_path, disk=disk, close_s=0.01) as pages:
         go = disk.hold("read")
         call = pages.get(keys(1), empty(1))
         await disk.waited()
         await pages.close()
-        await until(lambda: call.is_stalled)
+        call._stall_s = 0.0
+        call._look()
+        assert call.is_stalled
         assert pages._reads._timer is None, "it would be probed, with its threads gone"
         go.set()
         await asyncio.shield(call.released)
