@@ -37,7 +37,8 @@ async def external_pair(
         stores = ExternalPages(64), ExternalPages(64)
         for node in p.nodes:
             await node.close()
-        common: dict[str, Any] = {"timing": Timing(lost_after_s=1.0), "verify_transfers": verify}
+        timing = Timing(heartbeat_s=0.1, lost_after_s=1.0)
+        common: dict[str, Any] = {"timing": timing, "verify_transfers": verify}
         clocks = Clock(), Clock()
         first, second = (
             common | {"pages": store, "now": clock.now}

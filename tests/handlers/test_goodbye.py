@@ -134,11 +134,12 @@ async def test_a_decode_that_closes_with_an_announced_room_ends_the_engines_half
 
 
 @pytest.mark.parametrize("lost", [Goodbye, GoodbyeAck])
-async def test_a_goodbye_of_decode_that_is_lost_is_said_again(p: Pair, lost: type) -> None:
-    await linked(p)
-    p.network.drop(lost)
-    await p.decodes.pop().close()
-    assert p.network.seen["Goodbye"] == 2 and not known(p.prefill)
+async def test_a_goodbye_of_decode_that_is_lost_is_said_again(lost: type) -> None:
+    async with pair(timing=PATIENT, open_plane=local) as p:
+        await linked(p)
+        p.network.drop(lost)
+        await p.decodes.pop().close()
+        assert p.network.seen["Goodbye"] >= 2 and not known(p.prefill)
 
 
 async def test_a_decode_does_not_wait_for_a_prefill_that_does_not_answer(p: Pair) -> None:
@@ -167,6 +168,7 @@ async def vanish(p: Pair) -> None:
     p.network.rules.insert(
         0, lambda frame: LOST if frame.peer == routing_id(node.incarnation) else None
     )
+    await all_read()  # a heartbeat that comes after the silence would end it
     p.clock(p.prefill).advance(p.timing.lost_after_s + 1)
     await until(lambda: not any(peer.is_up for peer in known(p.prefill)))
 

@@ -12,13 +12,14 @@ from kvflow.protocols.wire.messages import Abort
 from kvflow.testing.pair import Pair, pair, until
 from kvflow.transports.control.memory import LOST, Fate, Frame
 from kvflow.transports.data.fake import Fault
-from tests.handlers.scenes import PROMPT, code_of, ledger, links, midway, sending, success
+from tests.handlers.scenes import PROMPT, all_read, code_of, ledger, links, midway, sending, success
 
 
 async def silent(p: Pair, room: int = 7) -> None:
     """Prefill writes, and falls silent: the five pages of its room are in quarantine."""
     source, target = await midway(p, room)
     p.network.cut()
+    await all_read()  # a heartbeat that comes after the silence is still heard
     p.clock(p.decode).advance(p.timing.lost_after_s + 1)
     assert await code_of(target.landed()) is Code.PEER_LOST
     assert not source.ended

@@ -49,7 +49,7 @@ async def test_and_the_next_one_in_the_clean_up() -> None:
 
 async def test_a_wait_is_cancelled_late_if_it_lasts() -> None:
     seen = ["for ever"]
-    task = Steps(three_waits(seen), 0, 2, after_s=0.01).task()
+    task = Steps(three_waits(seen), 0, 2, after_s=0.5).task()
     await asyncio.gather(task, return_exceptions=True)
     assert task.cancelled() and seen == ["for ever", "zero", "one", "two", "cancelled", "cleaned"]
 

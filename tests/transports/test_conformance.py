@@ -38,7 +38,8 @@ BY_NAME = {check.name: check for check in CHECKS}
 async def test_a_plane_that_does_not_conform_is_found(
     plane: str, check: str, found: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvflow.testing.conformance.bench.WITHIN_S", 1.0)
+    if check == "at rest":  # what it waits for never comes
+        monkeypatch.setattr("kvflow.testing.conformance.bench.WITHIN_S", 1.0)
     with pytest.raises(NotConformingError, match=found):
         await BY_NAME[check].run(Bench(f"tests.transports.bad_planes:{plane}", seed, rooms=100))
 

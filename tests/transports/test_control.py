@@ -183,9 +183,9 @@ async def test_what_is_sent_at_once_waits_for_no_turn_of_the_loop(
     await packing(router, FIVE)
     await take(dealer, 2)
     assert router.send(b"first", FIVE) and dealer._socket.poll(50) == 0, "it goes as this turn ends"
-    assert router.send(b"abort", FIVE, at_once=True) and dealer._socket.poll(5_000)
+    assert router.send(b"abort", FIVE, at_once=True) and dealer._socket.poll(20_000)
     assert await take(dealer, 2) == [(b"", b"first"), (b"", b"abort")]
-    assert dealer.send(b"alone", at_once=True) and router._socket.poll(5_000)
+    assert dealer.send(b"alone", at_once=True) and router._socket.poll(20_000)
     assert await take(router, 1) == [(FIVE, b"alone")]
 
 

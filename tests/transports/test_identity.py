@@ -53,7 +53,7 @@ async def test_a_death_is_seen_by_every_watcher() -> None:
         assert [first.dead, second.dead] == [False, False]
         process.kill()
         await asyncio.wait_for(
-            asyncio.gather(asyncio.shield(first.died), asyncio.shield(second.died)), 5
+            asyncio.gather(asyncio.shield(first.died), asyncio.shield(second.died)), 20
         )
         assert [first.dead, second.dead, given_up.dead] == [True, True, False]
     await process.wait()

@@ -206,7 +206,7 @@ def test_a_connection_that_only_a_child_was_seen_with_counts_as_long_as_the_chil
         accepted.recv(100)  # not shut down: it may be another's
     assert engine.inbound.count_open(writer.identity) == 1
     writer.kill_child()
-    assert select.select([accepted], [], [], 5)[0] and accepted.recv(100) == b""
+    assert select.select([accepted], [], [], 20)[0] and accepted.recv(100) == b""
     accepted.close()
     assert engine.inbound.count_open(writer.identity) == 0
 

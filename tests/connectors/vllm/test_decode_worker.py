@@ -30,10 +30,12 @@ def fail_at_prefill(each: Pair) -> None:
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_one_leg_after_the_other(is_staged: bool) -> None:
     with pair(is_staged=is_staged) as each:
+        each.gate.open.clear()
         each.send_all(3, 1, 2)
         assert not each.sent
         each.load(9, 4, 7)
         assert each.lent == [4, 7, 9]
+        each.gate.open.set()
         each.ends("sent received")
         each.assert_loaded()
         moved = each.decode.stats.take()

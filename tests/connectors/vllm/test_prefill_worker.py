@@ -159,7 +159,10 @@ def test_too_few_blocks_fail_the_room() -> None:
 # --- preemption
 
 
-def test_what_was_sent_before_a_preemption_is_not_sent_again() -> None:
+def test_what_was_sent_before_a_preemption_is_not_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_worker, "_PREEMPTION_S", 20.0)
     with pair() as each:
         each.match()
         each.step_prefill(computed=computed(3, 1))
