@@ -13,7 +13,7 @@ from tests.chaos.pair import NUM_PAGES, begin, in_the_middle, pair, station, unt
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
-RATE = 8_000_000
+RATE = 4_000_000
 PAGES = 64
 REWRITTEN = 0x3333_3333_3333_3333
 
@@ -66,7 +66,11 @@ async def test_a_killed_receiver(plane: str) -> None:
 )
 async def test_both_sides_in_turn_while_rooms_run(plane: str, seed: int) -> None:
     """Two prefills feed one decode; one of them is killed: the other's rooms do not notice."""
-    async with pair(plane, RATE) as (prefill, decode), station("prefill", plane, []) as other:
+    patient = {"lost_after_s": 10.0, "rendezvous_s": 10.0}
+    async with (
+        pair(plane, RATE, timing=patient) as (prefill, decode),
+        station("prefill", plane, [], timing=patient) as other,
+    ):
         await begin(1, PAGES, prefill, decode)
         await in_the_middle(decode, 1)
         await decode.ask("meet", ranks=other.ranks)

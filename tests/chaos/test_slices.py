@@ -22,7 +22,7 @@ SLICES: dict[str, Any] = {
     "widths": (2, 1),
     "staged": True,
     "pages": NUM_PAGES,
-    "timing": {"lost_after_s": 2.0},
+    "timing": {"lost_after_s": 2.0, "rendezvous_s": 10.0},
 }
 
 

@@ -12,7 +12,7 @@ from tests.soak import sized
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 # A machine that stands still for a second is no matter of this test.
-PATIENT = {"lost_after_s": 10.0}
+PATIENT = {"lost_after_s": 10.0, "rendezvous_s": 10.0}
 # Rooms of 3 MiB, as fast as the plane can: an abort finds bytes under way.
 ROOMS, LANES, PAGES = sized(200, 500), 24, 96
 

@@ -22,7 +22,7 @@ from tests.chaos.station import DIM, HEADS, LAYERS, PAGE_SIZE, TIMING
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
-RATE = 8_000_000
+RATE = 4_000_000
 PAGES = 64  # 2 MiB: a quarter of a second
 MINE = 0xAA
 

@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Sequence
 
 import aiohttp
 
 from kvflow.serve.launch.supervisor import Fleet
+from tests.ports import free_port
 
 ONE = {"text": "class", "sampling_params": {"temperature": 0, "max_new_tokens": 1}}
 
@@ -43,10 +43,7 @@ async def router_over(
     prefills: Sequence[tuple[str, int]], decodes: Sequence[str], *options: str, served: bool = True
 ) -> AsyncIterator[str]:
     """In front of prefills (URL, bootstrap port) and decodes, with more `options` of its own."""
-    with socket.socket() as free, socket.socket() as other:
-        for unused in (free, other):
-            unused.bind(("127.0.0.1", 0))
-        port, metrics_port = free.getsockname()[1], other.getsockname()[1]
+    port, metrics_port = free_port(), free_port()
     workers = [word for url, port in prefills for word in ("--prefill", url, str(port))]
     workers += [word for url in decodes for word in ("--decode", url)]
     process = await asyncio.create_subprocess_exec(

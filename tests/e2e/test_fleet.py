@@ -390,7 +390,7 @@ async def test_a_role_that_cannot_start_leaves_the_old_one_and_a_busy_worker_kee
         body = {
             "input_ids": prompts[0].ids,
             "stream": True,
-            "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
+            "sampling_params": {"max_new_tokens": 256, "ignore_eos": True},
         }
         async with session.post(f"{router}/generate", json=body) as stream:
             await stream.content.readuntil(b"\n\n")

