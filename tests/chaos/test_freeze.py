@@ -16,7 +16,7 @@ from tests.chaos.station import TIMING
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 RATE = 4_000_000
-PAGES = 64  # 2 MiB: a quarter of a second
+PAGES = 64  # 2 MiB: half a second
 ENGINES_PATIENCE_S = 5  # the first takes nothing smaller
 ENGINES_PATIENCE = (
     "MC_TRANSFER_TIMEOUT",

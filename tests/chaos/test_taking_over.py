@@ -23,7 +23,7 @@ from tests.chaos.station import DIM, HEADS, LAYERS, PAGE_SIZE, TIMING
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
 
 RATE = 4_000_000
-PAGES = 64  # 2 MiB: a quarter of a second
+PAGES = 64  # 2 MiB: half a second
 MINE = 0xAA
 
 
